@@ -37,6 +37,7 @@ def checkpoint_info(
         "intermediate_size": spec.intermediate_size,
         "vocab_size": spec.vocab_size,
         "max_tokens": max_tokens,
+        "max_positions": spec.max_positions,
         "dtype": _dtype_name(checkpoint),
         "device": str(checkpoint.device),
         "tp": grid.y,
@@ -50,6 +51,7 @@ def checkpoint_info(
         "sentence_modules": [kind for kind, _ in sentence.modules],
         "prompts": dict(sentence.prompts),
         "has_tokenizer": checkpoint.tokenizer is not None,
+        "generation_defaults": checkpoint.generation.sampling.given(),
         "unused_tensors": list(checkpoint.unused_tensors),
     }
 

@@ -19,13 +19,14 @@ from bytetx.arguments import (
     chosen_layers,
 )
 from bytetx.checkpoint.files import resolve_checkpoint
+from bytetx.checkpoint.generation_config import check_switch
 from bytetx.encode.model_runner import Runner
 from bytetx.encode.step import Task
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
-from bytetx.nn.loading import LoadedCheckpoint, default_token_budget
+from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_generation
 from bytetx.parallel.grid import Grid
 from bytetx.runtime.forking import computing
 from bytetx.tasks.adapted import routed
@@ -85,6 +86,7 @@ def load(
     token_budget: int | None = None,
     cuda_graphs: bool = True,
     batch_invariant: bool = False,
+    generation_config: str | Path = "auto",
     group_timeout: float = DEFAULT_LIMIT_S,
     revision: str | None = None,
     local_files_only: bool = False,
@@ -107,10 +109,14 @@ def load(
     batch_invariant: a text's results have the same bits whatever else is in its batch, found
     prefixes and pieces of prompts included: on CPUs in float32, bfloat16 and int8, on Hopper GPUs
     in half types, which become slower; docs/batch_invariance.md.
+    generation_config: where generation starts for the parameters that a request leaves unset:
+    "auto" is the checkpoint's generation_config.json; "vllm" takes its end-of-text tokens alone, as
+    vLLM's option of that name does; "none" does not read it; else the path of such a file.
     group_timeout: with tp, seconds after which a process that is stopped ends the group with a
     GroupError; one that runs, but makes no progress, has ten times as long. math.inf: no limit.
     Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.
     """
+    switch = check_switch(generation_config)
     folder = resolve_checkpoint(path_or_id, revision=revision, local_files_only=local_files_only)
     with computing():
         checkpoint = load_ranks(
@@ -123,6 +129,11 @@ def load(
             group_timeout=group_timeout,
             batch_invariant=batch_invariant,
         )
+    try:
+        checkpoint = load_generation(checkpoint, switch=switch)
+    except BaseException:
+        checkpoint.executor.close()
+        raise
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
@@ -209,6 +220,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
             token_budget=self.token_budget,
             cuda_graphs=self.cuda_graphs,
             batch_invariant=checkpoint.batch_invariant,
+            generation_config=checkpoint.generation.switch,
         )
         return again, ()
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -20,9 +21,55 @@ _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 _NO_SEED = _NO_TOP_K = -1  # as vLLM's clients write "none"
 
 
+class _Unset:
+    """Marks a library default, which gives way to a checkpoint's; dataclasses.replace keeps it."""
+
+
+class _UnsetInt(int, _Unset):
+    pass
+
+
+class _UnsetFloat(float, _Unset):
+    pass
+
+
+class _UnsetTuple(tuple[str, ...], _Unset):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Values of the parameters that a request leaves unset; None is the library's own.
+
+    max_length, min_length: tokens of prompt and answer together, where the numbers of new tokens
+    are not given.  suppressed_tokens: never chosen, whatever a request sets.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    max_length: int | None = None
+    min_length: int | None = None
+    stop: tuple[str, ...] | None = None
+    suppressed_tokens: tuple[int, ...] = ()
+
+    def given(self) -> dict[str, Any]:
+        """The values that differ from the library's, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, ())}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when a text ends; checked once, when it is made.
+
+    max_tokens, min_tokens, temperature, top_k, top_p, min_p, repetition_penalty and stop are the
+    checkpoint's own where they are not set (or None, but for max_tokens): what its
+    generation_config.json says, else the defaults here.
 
     Order and ranges are those of vLLM 0.33 (its default, model runner V2). A row's logits go
     through these steps, each of which sees what the ones before it left:
@@ -51,8 +98,12 @@ class SamplingParams:
     logit_bias: token id -> what is added to its logit, a finite number or -inf, which forbids it.
     seed: -2**63 ... 2**64 - 1; the same seed gives the same answer, whatever runs beside it. None
     and -1 draw a seed.
-    stop: strings that end an answer, none of them empty; they are not part of it.
+    stop: strings that end an answer, none of them empty; they are looked for in the text with its
+    special tokens and without them.
     stop_token_ids: tokens that do, as the checkpoint's end-of-text tokens do unless ignore_eos.
+    include_stop_str_in_output: the text ends with the stop string, or with the stop token's text;
+    else with what stands before it.
+    skip_special_tokens: leaves special tokens out of the text.
     logprobs: 0 ... 1024; so many most likely tokens are reported with each chosen one, by the
     model's own logits, before step 1; None reports nothing, 0 the chosen ones alone.
     prompt_logprobs: the same of the prompt.
@@ -62,20 +113,22 @@ class SamplingParams:
     """
 
     n: int = 1
-    max_tokens: int | None = 256
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    max_tokens: int | None = _UnsetInt(256)
+    min_tokens: int = _UnsetInt(0)
+    temperature: float = _UnsetFloat(1.0)
+    top_k: int = _UnsetInt(0)
+    top_p: float = _UnsetFloat(1.0)
+    min_p: float = _UnsetFloat(0.0)
+    repetition_penalty: float = _UnsetFloat(1.0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
-    stop: str | Sequence[str] | None = ()
+    stop: str | Sequence[str] | None = _UnsetTuple()
     stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] | None = ()
@@ -84,8 +137,60 @@ class SamplingParams:
         for name, check in _CHECKS.items():
             value = getattr(self, name)
             is_default = value is _DEFAULTS[name]  # most are, and a server makes many of these
-            if not (is_default or (value is None and name in _MAY_BE_NONE)):
+            if value is None and name in _UNSET:
+                self._set(name, _DEFAULTS[name])
+            elif not (is_default or (value is None and name in _MAY_BE_NONE)):
                 check(name, value)
+        self._check_together()
+        if not isinstance(self.stop, _Unset):
+            self._set(
+                "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+            )
+        self._set("stop_token_ids", tuple(int(token) for token in self.stop_token_ids or ()))
+        self._set("logits_processors", tuple(self.logits_processors or ()))
+        if self.top_k == _NO_TOP_K:
+            self._set("top_k", 0)
+        if self.seed == _NO_SEED:
+            self._set("seed", None)
+        if self.logit_bias is not None:
+            self._set("logit_bias", {int(t): float(b) for t, b in self.logit_bias.items()})
+
+    def resolved(self, defaults: SamplingDefaults, *, num_prompt_tokens: int) -> "SamplingParams":
+        """With the checkpoint's defaults for what is not set.
+
+        num_prompt_tokens: for defaults of prompt and answer together.
+        Raises InputError where a default does not go with a parameter that is set.
+        """
+        unset = {name for name in (*_UNSET, "max_tokens") if self._is_unset(name)}
+        found = {name: getattr(defaults, name) for name in unset}
+        most, least = defaults.max_tokens, defaults.min_tokens
+        if most is None and defaults.max_length is not None:
+            most = max(1, defaults.max_length - num_prompt_tokens)
+        if "max_tokens" in found:
+            found["max_tokens"] = most
+        if defaults.min_length is not None:
+            least = max(least or 0, defaults.min_length - num_prompt_tokens)
+        if "min_tokens" in found and least is not None:
+            # A request need not know the checkpoint's least to ask for fewer at most.
+            limit = found.get("max_tokens") or self.max_tokens
+            found["min_tokens"] = least if limit is None else min(least, limit)
+        if defaults.suppressed_tokens:
+            forbidden = dict.fromkeys(defaults.suppressed_tokens, -math.inf)
+            found["logit_bias"] = {**(self.logit_bias or {}), **forbidden}
+        found = {name: value for name, value in found.items() if value is not None}
+        if not found:
+            return self
+        params = copy(self)
+        for name, value in found.items():
+            params._set(name, value)
+        params._check_together()
+        return params
+
+    def _is_unset(self, name: str) -> bool:
+        return isinstance(getattr(self, name), _Unset)
+
+    def _check_together(self) -> None:
+        """Raises InputError for parameters that exclude each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(
                 f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), got "
@@ -95,15 +200,6 @@ class SamplingParams:
             raise InputError(
                 f"n must be 1 where temperature is 0, for all answers are equal: {self.n}"
             )
-        self._set("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        self._set("stop_token_ids", tuple(int(token) for token in self.stop_token_ids or ()))
-        self._set("logits_processors", tuple(self.logits_processors or ()))
-        if self.top_k == _NO_TOP_K:
-            self._set("top_k", 0)
-        if self.seed == _NO_SEED:
-            self._set("seed", None)
-        if self.logit_bias is not None:
-            self._set("logit_bias", {int(t): float(b) for t, b in self.logit_bias.items()})
 
     @property
     def is_greedy(self) -> bool:
@@ -196,8 +292,9 @@ def _logit_bias(name: str, value: object) -> None:
     for token, bias in value.items():
         _integer(0)(f"{name}'s token", token)
         if bias != -math.inf:  # which forbids a token
-            _number()(f"{name}[{shown(token)}]", bias)
-            _number(-_FLOAT32_MAX, _FLOAT32_MAX)(f"{name}[{shown(token)}]", bias)
+            where = f"{name}[{shown(token)}]"
+            _number()(where, bias)
+            _number(-_FLOAT32_MAX, _FLOAT32_MAX)(where, bias)
 
 
 def _flag(name: str, value: object) -> None:
@@ -210,11 +307,12 @@ def _callables(name: str, value: object) -> None:
         raise InputError(f"{name} must be a list of functions, got {shown(value)}")
 
 
+# None means that they are not set.
+_UNSET = {"min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop"}
 _MAY_BE_NONE = {
     "max_tokens",
     "logit_bias",
     "seed",
-    "stop",
     "stop_token_ids",
     "logprobs",
     "prompt_logprobs",
@@ -236,6 +334,8 @@ _CHECKS: dict[str, _Check] = {
     "stop": _stop,
     "stop_token_ids": _token_ids,
     "ignore_eos": _flag,
+    "include_stop_str_in_output": _flag,
+    "skip_special_tokens": _flag,
     "logprobs": _integer(0, MAX_LOGPROBS),
     "prompt_logprobs": _integer(0, MAX_LOGPROBS),
     "logits_processors": _callables,

@@ -81,6 +81,8 @@ def test_what_vllm_writes_for_none_is_none_here() -> None:
         ("stop_token_ids", "12", "stop_token_ids must be a list of token ids"),
         ("stop_token_ids", [-1], "stop_token_ids must be an integer"),
         ("ignore_eos", 1, "ignore_eos must be True or False"),
+        ("skip_special_tokens", None, "skip_special_tokens must be True or False"),
+        ("include_stop_str_in_output", 1, "include_stop_str_in_output must be True or False"),
         ("logprobs", 1025, "logprobs must be an integer, 0 ... 1024"),
         ("prompt_logprobs", -1, "prompt_logprobs must be an integer"),
         ("logits_processors", [1], "logits_processors must be a list of functions"),

@@ -1,6 +1,7 @@
 """What tokens add to a text, so that it can be put together without their tokenizer."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,17 +10,19 @@ import tokenizers
 from bytetx.errors import CheckpointError
 
 
-def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes] | None:
-    """What each token id adds to a text, nothing for special tokens; None for other tokenizers.
+def token_bytes(
+    backend: tokenizers.Tokenizer, *, skip_special_tokens: bool = True
+) -> list[bytes] | None:
+    """The bytes that each token id adds to a text; None for other tokenizers.
 
     Joined and read as UTF-8, with a replacement character for what is none, this is what `decode`
-    gives without special tokens.
+    gives.  skip_special_tokens: as of `decode`; they add nothing then.
     """
     decoder = _decoder_of(backend)
     if decoder is None or decoder["type"] != "ByteLevel":
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    special = special_tokens(backend) if skip_special_tokens else {}
     found = [b""] * _num_ids(vocabulary)
     byte_of = _byte_of()
     for token, token_id in vocabulary.items():
@@ -32,24 +35,89 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes] | None:
     return found
 
 
-def token_pieces(backend: tokenizers.Tokenizer) -> list[str | None] | None:
-    """What each token id adds to a text behind other text, nothing for special tokens, where the
-    decoder joins pieces with their spaces, as SentencePiece does; None for other tokenizers.
+def token_pieces(
+    backend: tokenizers.Tokenizer, *, skip_special_tokens: bool = True
+) -> list[str | None] | None:
+    """The text that each token id adds behind other text, where the decoder joins pieces with their
+    spaces, as SentencePiece does; None for other tokenizers.
 
     None also for tokens of one byte, whose neighbours say what character they are part of.
+    skip_special_tokens: they add nothing.
     """
     decoder = _decoder_of(backend)
     parts = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else []
     if parts[:3] != _JOINING or parts[3:] not in ([], [_STRIPPING]):
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
-    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    special = special_tokens(backend) if skip_special_tokens else {}
     found: list[str | None] = [""] * _num_ids(vocabulary)
     for token, token_id in vocabulary.items():
         if token_id not in special:
-            is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-            found[token_id] = None if is_byte else token.replace(_SPACE, " ")
+            found[token_id] = None if _is_byte(token) else token.replace(_SPACE, " ")
     return found
+
+
+def _is_byte(token: str) -> bool:
+    return re.fullmatch("<0x[0-9A-Fa-f]{2}>", token) is not None
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes of each token id alone, as it stands behind other text; special tokens' own text.
+
+    Joined over the tokens of a text without special tokens, they are the text's bytes; a decoder
+    that cleans up spaces (WordPiece's) may leave some out.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        super().__init__()
+        self._backend = backend
+        self._special = special_tokens(backend)
+        self._table = token_bytes(backend, skip_special_tokens=False)
+        self._pieces = token_pieces(backend, skip_special_tokens=False)
+        self._anchor: tuple[int, str] | None = None  # a token to stand before others, and its text
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._special)
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._find(token_id)
+        return found
+
+    def _find(self, token_id: int) -> bytes:
+        known = self._table if self._table is not None else self._pieces
+        if known is not None and token_id >= len(known):  # the model has more rows than tokens
+            return b""
+        if self._table is not None:
+            return self._table[token_id]
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special:
+            return token.encode()
+        piece = None if self._pieces is None else self._pieces[token_id]
+        if piece is not None:
+            return piece.encode()
+        if _is_byte(token) and "ByteFallback" in json.dumps(_decoder_of(self._backend)):
+            return bytes([int(token[3:5], 16)])
+        return self._decoded(token_id).encode()
+
+    def _decoded(self, token_id: int) -> str:
+        """What the decoder adds for the token behind a word."""
+        if self._anchor is None:
+            vocabulary = self._backend.get_vocab(with_added_tokens=False)
+            words = (i for token, i in vocabulary.items() if token.strip(_SPACE).isalnum())
+            first = next(words, token_id)
+            self._anchor = first, self._backend.decode([first])
+        before, text = self._anchor
+        both = self._backend.decode([before, token_id], skip_special_tokens=False)
+        return both[len(text) :] if both.startswith(text) else self._backend.decode([token_id])
+
+
+def special_tokens(backend: tokenizers.Tokenizer) -> dict[int, str]:
+    """The texts of special tokens, by id."""
+    added = backend.get_added_tokens_decoder()
+    return {token_id: token.content for token_id, token in added.items() if token.special}
 
 
 def _decoder_of(backend: tokenizers.Tokenizer) -> dict[str, Any] | None:

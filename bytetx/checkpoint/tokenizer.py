@@ -71,6 +71,7 @@ class Tokenizer:
         self.unk_token_id = self._special_id(config, "unk_token")
         self.mask_token_id = self._special_id(config, "mask_token")
         self.pad_token_id = self._special_id(config, "pad_token")
+        self.eos_token_id = self._special_id(config, "eos_token")
         frame = ("cls_token", "sep_token", "bos_token", "eos_token", "pad_token")
         frame_ids = (self._special_id(config, name) for name in frame)
         self.frame_ids = {token_id for token_id in frame_ids if token_id is not None}

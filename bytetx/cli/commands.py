@@ -14,7 +14,12 @@ from rich.text import Text
 from bytetx import __version__
 from bytetx.arguments import MAX_DRAFT
 from bytetx.bench.cli import app as bench_app
-from bytetx.cli.files.options import DTYPE_HELP, JobOptions, with_job_options
+from bytetx.cli.files.options import (
+    DTYPE_HELP,
+    GENERATION_CONFIG_HELP,
+    JobOptions,
+    with_job_options,
+)
 from bytetx.cli.plan import plan
 from bytetx.cli.serve import serve
 from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError
@@ -74,6 +79,11 @@ Stride = Annotated[int, typer.Option(min=0, help="Tokens that two chunks of a te
 RawScores = Annotated[
     bool, typer.Option("--raw-scores", help="The head's own numbers, without softmax or sigmoid.")
 ]
+
+
+def _checkpoints(otherwise: str, text: str, **limits: int) -> Any:
+    """An option whose default is the checkpoint's own, else `otherwise`."""
+    return typer.Option(help=f"{text} [default: the checkpoint's, else {otherwise}]", **limits)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -351,21 +361,29 @@ def score(options: JobOptions) -> None:
 @with_job_options
 def generate(
     options: JobOptions,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 256,
+    max_tokens: Annotated[
+        int | None,
+        _checkpoints("256", "The most tokens of an answer.", min=1),
+    ] = None,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the most likely token each time; at most 2.")
-    ] = 1.0,
+        float | None,
+        _checkpoints("1", "0 takes the most likely token each time; at most 2."),
+    ] = None,
     top_p: Annotated[
-        float,
-        typer.Option(help="Sample from the likeliest tokens with this total probability; above 0."),
-    ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from so many tokens; 0 or -1 is all.")] = 0,
+        float | None,
+        _checkpoints("1", "Sample from the likeliest tokens with this total probability; above 0."),
+    ] = None,
+    top_k: Annotated[
+        int | None, _checkpoints("0", "Sample from so many tokens; 0 or -1 is all.")
+    ] = None,
     min_p: Annotated[
-        float, typer.Option(help="Sample from tokens with this share of the highest probability.")
-    ] = 0.0,
+        float | None,
+        _checkpoints("0", "Sample from tokens with this share of the highest probability."),
+    ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens of the prompt and the answer become less likely.")
-    ] = 1.0,
+        float | None,
+        _checkpoints("1", "Above 1, tokens of the prompt and the answer become less likely."),
+    ] = None,
     presence_penalty: Annotated[
         float, typer.Option(help="Subtracted from the logits of tokens in the answer; -2 to 2.")
     ] = 0.0,
@@ -376,6 +394,16 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends an answer; may be given several times.")
     ] = None,
+    include_stop_str_in_output: Annotated[
+        bool,
+        typer.Option("--include-stop-str-in-output", help="Keep what ended an answer in its text."),
+    ] = False,
+    skip_special_tokens: Annotated[
+        bool, typer.Option(help="Leave special tokens out of the text.")
+    ] = True,
+    generation_config: Annotated[
+        str, typer.Option(metavar="auto|vllm|none|PATH", help=GENERATION_CONFIG_HELP)
+    ] = "auto",
     kv_cache_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="KV cache in tokens; by default what fits the memory."),
@@ -393,24 +421,29 @@ def generate(
     from bytetx.cli.files.command import run_prompt_job
     from bytetx.cli.files.tasks import generate_task
 
-    params = {
+    of_checkpoint = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
+        "stop": stop or None,
+    }
+    params = {
+        **{name: value for name, value in of_checkpoint.items() if value is not None},
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
         "seed": seed,
-        "stop": list(stop or ()),
+        **({"include_stop_str_in_output": True} if include_stop_str_in_output else {}),
+        **({} if skip_special_tokens else {"skip_special_tokens": False}),
     }
     try:
         engine = {
             "kv_cache_tokens": kv_cache_tokens,
             "num_speculative_tokens": num_speculative_tokens,
         }
-        task = generate_task(params, engine)
+        task = generate_task(params, engine, generation_config=generation_config)
     except InputError as error:  # of SamplingParams, which names the parameter and its range
         raise UsageError(str(error)) from error
     run_prompt_job(options, task)

@@ -3,18 +3,18 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
 
 from bytetx.arguments import check_draft_size, check_positive
-from bytetx.checkpoint.byte_level import token_bytes, token_pieces
+from bytetx.checkpoint.byte_level import special_tokens, token_bytes, token_pieces
 from bytetx.errors import DeviceMemoryError
 from bytetx.generate.detokenizer import ByteDetokenizer, WindowDetokenizer
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.model_runner import ModelRunner
-from bytetx.generate.output_processor import DetokenizerFactory
+from bytetx.generate.output_processor import DetokenizerFactory, SpecialTokens
 from bytetx.generate.scheduler import Scheduler
 from bytetx.nn.batch_invariance import check_invariant_generation
 from bytetx.nn.heads import LmHead
@@ -178,12 +178,30 @@ def build_engine(
         runner,
         scheduler,
         new_detokenizer=detokenizer_factory(checkpoint),
-        eos_token_ids=checkpoint.eos_token_ids,
+        special_tokens=_special_tokens(checkpoint),
+        eos_token_ids=checkpoint.generation.eos_token_ids,
+        defaults=checkpoint.generation.sampling,
         seed=seed,
     )
 
 
-def detokenizer_factory(checkpoint: LoadedCheckpoint) -> DetokenizerFactory | None:
+def _special_tokens(checkpoint: LoadedCheckpoint) -> SpecialTokens | None:
+    if checkpoint.tokenizer is None:
+        return None
+    texts = special_tokens(checkpoint.tokenizer.backend)
+
+    @cache
+    def factory() -> DetokenizerFactory:  # its table is for the few requests that show them
+        made = detokenizer_factory(checkpoint, skip_special_tokens=False)
+        assert made is not None  # there is a tokenizer
+        return made
+
+    return SpecialTokens(texts, lambda context: factory()(context)) if texts else None
+
+
+def detokenizer_factory(
+    checkpoint: LoadedCheckpoint, *, skip_special_tokens: bool = True
+) -> DetokenizerFactory | None:
     """Makes detokenizers that skip special tokens, and ids that the tokenizer does not have.
 
     None where the checkpoint has no tokenizer.
@@ -191,15 +209,15 @@ def detokenizer_factory(checkpoint: LoadedCheckpoint) -> DetokenizerFactory | No
     if checkpoint.tokenizer is None:
         return None
     tokenizer, backend = checkpoint.tokenizer, checkpoint.tokenizer.backend
-    known = token_bytes(backend)
+    known = token_bytes(backend, skip_special_tokens=skip_special_tokens)
     if known is not None:
         known += [b""] * (checkpoint.spec.vocab_size - len(known))
         return partial(ByteDetokenizer, known)
 
     def decode(token_ids: Sequence[int]) -> str:
-        return tokenizer.decode_plain(token_ids, skip_special_tokens=True)
+        return tokenizer.decode_plain(token_ids, skip_special_tokens=skip_special_tokens)
 
-    pieces = token_pieces(backend)
+    pieces = token_pieces(backend, skip_special_tokens=skip_special_tokens)
     if pieces is not None:
         pieces += [""] * (checkpoint.spec.vocab_size - len(pieces))
     return partial(WindowDetokenizer, decode, pieces=pieces)

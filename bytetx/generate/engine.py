@@ -11,11 +11,11 @@ from typing import NoReturn, Protocol
 import numpy as np
 
 from bytetx.errors import InputError, StepError, TooLongError, shown
-from bytetx.generate.output_processor import DetokenizerFactory, OutputState
+from bytetx.generate.output_processor import DetokenizerFactory, OutputState, SpecialTokens
 from bytetx.generate.outputs import RequestOutput, RowResult, StepResult
 from bytetx.generate.scheduler import Scheduler, SchedulerOutput, SequenceState
 from bytetx.generate.stopping import stop_token_ids
-from bytetx.sampling_params import SamplingParams
+from bytetx.sampling_params import SamplingDefaults, SamplingParams
 
 _MASK = 2**64 - 1
 
@@ -75,15 +75,21 @@ class GenerationEngine:
         scheduler: Scheduler,
         *,
         new_detokenizer: DetokenizerFactory | None = None,
+        special_tokens: SpecialTokens | None = None,
         eos_token_ids: Iterable[int] = (),
+        defaults: SamplingDefaults | None = None,
         seed: int | None = None,
     ):
         """new_detokenizer: makes the detokenizer of an output; None: outputs have no text.
 
+        special_tokens: those that it leaves out.
+        defaults: of parameters that requests leave unset.
         seed: of the generator of seeds, for requests without a seed.
         """
         self._runner, self._scheduler, self._new_detokenizer = runner, scheduler, new_detokenizer
+        self._special_tokens = special_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._defaults = SamplingDefaults() if defaults is None else defaults
         self._random = random.Random(seed)
         self._unfinished: dict[int, list[OutputState]] = {}  # by request id
         self._states: dict[SequenceState, OutputState] = {}  # of unfinished outputs
@@ -125,13 +131,15 @@ class GenerationEngine:
         when it ends.
         """
         tokens = _integers(prompt_ids)
+        params = params.resolved(self._defaults, num_prompt_tokens=len(tokens))
         max_tokens = self._check(tokens, params)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         request_id = self._num_requests
         states: list[OutputState] = []
+        prompt = tokens.tolist()
         for index in range(params.n):
             sequence = SequenceState(
-                tokens.tolist(),
+                prompt.copy(),  # the integers are shared
                 max_tokens,
                 priority,
                 params,
@@ -140,7 +148,8 @@ class GenerationEngine:
                 eos_token_ids=self._eos_token_ids,
             )
             self._scheduler.add(sequence)  # refuses all n or none: they are equally long
-            states.append(OutputState(request_id, index, sequence, streams, self._new_detokenizer))
+            texts = self._new_detokenizer, self._special_tokens
+            states.append(OutputState(request_id, index, sequence, streams, *texts))
         self._num_requests += 1
         self._num_with_processors += bool(params.logits_processors) * len(states)
         self._unfinished[request_id] = states

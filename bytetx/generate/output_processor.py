@@ -1,6 +1,6 @@
 """OutputState: one output of a request, from sampled tokens to RequestOutputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bytetx.errors import InputError
@@ -13,6 +13,18 @@ from bytetx.generate.stopping import StopStrings, finish_reason
 # token_bytes) or partial(WindowDetokenizer, decode, pieces=pieces).
 DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
 
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Tokens that outputs leave out of their text, unless skip_special_tokens is False.
+
+    texts: by token id.  new_detokenizer: makes detokenizers that show them.
+    """
+
+    texts: Mapping[int, str]
+    new_detokenizer: DetokenizerFactory
+
+
 _CONTEXT_TOKENS = 6  # of the prompt: enough for a character's bytes or a word's leading space
 
 
@@ -23,7 +35,8 @@ class OutputState:
     streams: whether each step returns its new part; else there is one RequestOutput, at the end.
     needs_every_token: False where a token that does not end the output needs no `add`.
     is_plain: whether `next_output` can replace `add` and `take_output`.
-    new_detokenizer: None where the outputs have no text.
+    new_detokenizer: makes detokenizers that leave special tokens out; None where the outputs have
+    no text.  special_tokens: None where the tokenizer has none.
     """
 
     request_id: int
@@ -31,11 +44,13 @@ class OutputState:
     sequence: SequenceState
     streams: bool
     new_detokenizer: DetokenizerFactory | None
+    special_tokens: SpecialTokens | None = None
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
     error: InputError | None = None
     _detokenizer: Detokenizer | None = None
     _stops: StopStrings = field(init=False)
+    _hidden: Mapping[int, str] = field(init=False)  # tokens whose text stop strings alone see
     needs_every_token: bool = field(init=False)
     is_plain: bool = field(init=False)
     _text: str = ""
@@ -47,11 +62,16 @@ class OutputState:
 
     def __post_init__(self) -> None:
         params = self.sequence.params
-        self._stops = StopStrings(params.stop or ())
+        stops, special = params.stop or (), self.special_tokens
+        self._stops = StopStrings(stops, keeps_stop=params.include_stop_str_in_output)
+        is_hiding = special is not None and params.skip_special_tokens
+        self._hidden = special.texts if special is not None and is_hiding and stops else {}
         self.needs_every_token = self.streams or bool(params.stop)
         self.is_plain = self.streams and params.logprobs is None and params.prompt_logprobs is None
-        if self.new_detokenizer is not None:
-            self._detokenizer = self.new_detokenizer(self.sequence.token_ids[-_CONTEXT_TOKENS:])
+        shows_special = special is not None and not is_hiding
+        factory = special.new_detokenizer if special and shows_special else self.new_detokenizer
+        if factory is not None:
+            self._detokenizer = factory(self.sequence.token_ids[-_CONTEXT_TOKENS:])
 
     def add(self, result: RowResult) -> None:
         """Adds the result of a step; `finish_reason` says whether the output has ended.
@@ -83,12 +103,13 @@ class OutputState:
         """
         self._num_returned += 1
         self._num_decoded += 1
-        text = "" if self._detokenizer is None else self._detokenizer.feed((token_id,))
         if self._stops.stops:
-            self._show(text)
+            self._decode((token_id,))
             text, self._text = self._text, ""
             if self._stops.matched is not None:
                 self.finish_reason, self.stop = "stop", self._stops.matched
+        else:
+            text = "" if self._detokenizer is None else self._detokenizer.feed((token_id,))
         start = (self.request_id, self.index, text, [token_id], None, None)
         return _new_output(RequestOutput, (*start, self.finish_reason, self.stop, None))
 
@@ -126,20 +147,36 @@ class OutputState:
         return output
 
     def _decode_pending(self) -> None:
-        """Decodes the tokens since the last call, without a stop token."""
+        """Decodes the tokens since the last call, without a stop token that the text leaves out."""
         if self._detokenizer is None:
             return
         first = self.sequence.num_prompt_tokens + self._num_decoded
         tokens = self.sequence.token_ids[first:]
-        if tokens and self.stop is not None and self._stops.matched is None:
+        is_stopped = self.stop is not None and self._stops.matched is None
+        if tokens and is_stopped and not self.sequence.params.include_stop_str_in_output:
             tokens.pop()
         if tokens:
             self._num_decoded += len(tokens)
-            self._show(self._detokenizer.feed(tokens))
+            self._decode(tokens)
 
-    def _show(self, text: str) -> None:
+    def _decode(self, tokens: Sequence[int]) -> None:
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            return
+        if self._hidden.keys().isdisjoint(tokens):
+            self._show(detokenizer.feed(tokens))
+            return
+        for token in tokens:
+            self._show(detokenizer.feed((token,)))
+            if token in self._hidden:
+                self._show(self._hidden[token], is_hidden=True)
+
+    def _show(self, text: str, *, is_hidden: bool = False) -> None:
+        if not self._stops.stops:
+            self._text += text
+            return
         is_early = self.sequence.num_output_tokens <= self.sequence.params.min_tokens
-        self._text += self._stops.feed(text, is_early=is_early)
+        self._text += self._stops.feed(text, is_hidden=is_hidden, is_early=is_early)
 
 
 _new_output = tuple.__new__  # RequestOutput(...) takes three times as long

@@ -247,7 +247,6 @@ def _checkpoint_of(forward: CausalForward, lm_head: nn.Linear) -> LoadedCheckpoi
         heads=Heads(lm=head),
         tokenizer=None,
         chat_template=None,
-        eos_token_ids=(),
         cross_encoder_activation=None,
         unused_tensors=(),
         device=word.device,

@@ -14,9 +14,10 @@ import torch
 from bytetx.arguments import DTYPE_ALIASES
 from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
 from bytetx.checkpoint.files import load_config
+from bytetx.checkpoint.generation_config import GenerationDefaults, read_generation_config
 from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.router import RouterSpec, read_router
-from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
+from bytetx.checkpoint.side_files import TEXT, check_fields
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.checkpoint.staged_reader import StagedReader
 from bytetx.checkpoint.task_adapters import read_task_adapters
@@ -84,7 +85,7 @@ class Heads:
 class LoadedCheckpoint:
     """A checkpoint in memory. cross_encoder_activation: a torch.nn name, or None for the default.
 
-    eos_token_ids: tokens that end a generated text.
+    generation: defaults of a model that generates; load_generation reads them.
     token_weight: BGE-M3's layer [1, hidden_size] of sparse vectors.
     token_modules: what gives each token a vector, behind the transformer.
     pair_template: of the chats that a causal reranker scores.
@@ -103,7 +104,6 @@ class LoadedCheckpoint:
     heads: Heads
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
-    eos_token_ids: tuple[int, ...]
     cross_encoder_activation: str | None
     unused_tensors: tuple[str, ...]
     device: torch.device
@@ -118,6 +118,7 @@ class LoadedCheckpoint:
     routes: Mapping[str, "LoadedCheckpoint"] = field(default_factory=dict)
     static_weights: np.ndarray | None = None
     batch_invariant: bool = False
+    generation: GenerationDefaults = GenerationDefaults()
     executor: Executor = field(default_factory=Executor)
 
 
@@ -163,6 +164,26 @@ def load_checkpoint(
         routes[name] = _as_route(loaded.get(place, next(iter(loaded.values()))), sentence)
     first = routes[router.default or next(iter(routes))]
     return replace(first, router=router, routes=routes)
+
+
+def load_generation(checkpoint: LoadedCheckpoint, *, switch: str) -> LoadedCheckpoint:
+    """The checkpoint with its generation_config.json, where it generates; logs what it says.
+
+    switch: as of read_generation_config.
+    """
+    if checkpoint.heads.lm is None or checkpoint.spec.is_bidirectional:
+        return checkpoint
+    folder, tokenizer = checkpoint.sentence.folder, checkpoint.tokenizer
+    generation = read_generation_config(
+        folder,
+        load_config(folder),
+        switch=switch,
+        vocab_size=checkpoint.spec.vocab_size,
+        tokenizer_eos=None if tokenizer is None else tokenizer.eos_token_id,
+        has_tokenizer=tokenizer is not None,
+    )
+    logger.info("%s: %s", checkpoint.folder, generation)
+    return replace(checkpoint, generation=generation)
 
 
 def _as_route(checkpoint: LoadedCheckpoint, sentence: SentenceSpec) -> LoadedCheckpoint:
@@ -240,7 +261,6 @@ def _load(
         tokenizer=_load_tokenizer(sentence, spec),
         chat_template=_load_chat_template(sentence),
         pair_template=_load_pair_template(sentence, spec),
-        eos_token_ids=_eos_token_ids(sentence.folder, config),
         cross_encoder_activation=sentence.activation_fn or _cross_encoder_activation(config),
         unused_tensors=unused,
         device=device,
@@ -537,14 +557,6 @@ def _cross_encoder_activation(config: Mapping[str, Any]) -> str | None:
     given = config.get("sentence_transformers") or {}
     check_fields("config.json: sentence_transformers", given, {"activation_fn": TEXT})
     return given.get("activation_fn") or config.get("sbert_ce_default_activation_function")
-
-
-def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of generation_config.json, else of config.json."""
-    path = folder / "generation_config.json"
-    given = read_json(path, {"eos_token_id": TOKEN_IDS}) if path.is_file() else {}
-    found = given.get("eos_token_id", config.get("eos_token_id"))
-    return tuple(found if isinstance(found, list) else [] if found is None else [found])
 
 
 def _load_heads(

@@ -220,6 +220,8 @@ class GenerationMixin:
         if not isinstance(params, SamplingParams):
             raise InputError(f"params must be SamplingParams, got {type(params).__name__}")
         params.check_vocab(self.checkpoint.spec.vocab_size)
+        # Raises where a default excludes it.
+        params.resolved(self.checkpoint.generation.sampling, num_prompt_tokens=0)
         if params.stop and self.checkpoint.tokenizer is None:
             raise InputError(
                 "stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids"

@@ -73,6 +73,49 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     ]
 
 
+Parts = list[tuple[str, bool]]  # text, and whether it is a special token's, which is hidden
+parts = st.lists(st.tuples(st.text("ab<|>", min_size=1, max_size=3), st.booleans()), max_size=10)
+
+
+def cut_hidden(given: Parts, stops: list[str]) -> tuple[str, str | None]:
+    """The definition: character by character, in the whole text and in the shown one."""
+    whole = [(character, is_hidden) for text, is_hidden in given for character in text]
+    for end in range(1, len(whole) + 1):
+        shown = [place for place in range(end) if not whole[place][1]]
+        streams = [list(range(end))] if whole[end - 1][1] else [list(range(end)), shown]
+        matches = [
+            (len(stop), -places[-len(stop)], stop)
+            for places in streams
+            for stop in stops
+            if "".join(whole[place][0] for place in places).endswith(stop)
+        ]
+        if matches:
+            longest = max(length for length, _, _ in matches)
+            kept = {
+                ("".join(c for c, hidden in whole[:-start] if not hidden) if start else "", stop)
+                for length, start, stop in matches
+                if length == longest
+            }
+            return min(kept, key=lambda one: len(one[0]))
+    return "".join(character for character, is_hidden in whole if not is_hidden), None
+
+
+@given(parts, st.lists(st.text("ab<|>", min_size=1, max_size=5), min_size=1, max_size=3))
+def test_stop_strings_see_hidden_text_and_the_shown_text_alone(
+    given_parts: Parts, stops: list[str]
+) -> None:
+    expected, matched = cut_hidden(given_parts, stops)
+    for keeps_stop in (False, True):
+        stop_strings = StopStrings(stops, keeps_stop)
+        shown = ""
+        for text, is_hidden in given_parts:
+            shown += stop_strings.feed(text, is_hidden=is_hidden)
+            assert keeps_stop or expected.startswith(shown)
+        shown += stop_strings.flush()
+        wanted = expected + (matched or "") * keeps_stop
+        assert (shown, stop_strings.matched) == (wanted, matched)
+
+
 def test_finish_reasons() -> None:
     params = SamplingParams(stop_token_ids=[7], min_tokens=2)
     sequence = SequenceState([5], 4, params=params, stop_token_ids=stop_token_ids(params, [0]))

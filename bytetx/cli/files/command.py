@@ -214,7 +214,7 @@ def _run_job(
     records = inputs.read()
     skip_done(records, progress, path or Path("-"))
     with waiting(console, f"loading {options.model or 'all-MiniLM-L6-v2, the demo checkpoint'}"):
-        model = _load(options, folder)
+        model = _load(options, folder, task)
         run, encoder = task.open(model, suffix)
     if task.describe is not None:
         tell(console, task.describe(model))
@@ -308,7 +308,7 @@ def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]
     }
 
 
-def _load(options: JobOptions, folder: Path) -> Any:
+def _load(options: JobOptions, folder: Path, task: Task) -> Any:
     # Imported late: torch takes seconds, and checks of files and options need not wait for it.
     import torch
 
@@ -326,6 +326,7 @@ def _load(options: JobOptions, folder: Path) -> Any:
             token_budget=options.token_budget,
             group_timeout=options.group_timeout,
             batch_invariant=options.batch_invariant,
+            **task.load_options,
         )
     except StepError:
         raise

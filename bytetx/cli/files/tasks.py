@@ -4,8 +4,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ class Task:
     answers, so a job resumes with the same ones only.
     columns: of a row of the output, beside index and error, with their types.
     open: from the loaded model, and the output's suffix ("" is stdout), to how it runs a stream
-    and how its answers are encoded.  describe: a line on the loaded model, told before it runs.
+    and how its answers are encoded.  describe: lines on the loaded model, told before it runs.
+    load_options: of bytetx.load, beside those of all commands.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Task:
     columns: Mapping[str, ColumnType]
     open: Callable[[Any, str], tuple[Run, Encoder]]
     describe: Callable[[Any], str] | None = None
+    load_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def embed_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> Task:
@@ -210,9 +213,15 @@ def score_task(options: dict[str, Any]) -> Task:
     return Task("score", options, columns, open_task)
 
 
-def generate_task(params: dict[str, Any], sizes: dict[str, Any]) -> Task:
+def generate_task(
+    params: dict[str, Any], sizes: dict[str, Any], *, generation_config: str = "auto"
+) -> Task:
     """The model's answers: {"index", "text", "finish_reason", "num_prompt_tokens",
-    "num_tokens"}. params: of SamplingParams.  sizes: keyword arguments of Model.engine."""
+    "num_tokens"}.
+
+    params: of SamplingParams.  sizes: keyword arguments of Model.engine.  generation_config: as of
+    bytetx.load.
+    """
     try:
         sampling = SamplingParams(**params)
     except InputError as error:
@@ -229,7 +238,7 @@ def generate_task(params: dict[str, Any], sizes: dict[str, Any]) -> Task:
         return _streaming(model.generate, options), _line_encoder(to_json, suffix)
 
     def describe(model: Any) -> str:
-        return str(model.generation_sizes(**sizes))
+        return f"{model.generation_sizes(**sizes)}\n{model.checkpoint.generation}"
 
     columns: dict[str, ColumnType] = {
         "text": "string",
@@ -237,7 +246,18 @@ def generate_task(params: dict[str, Any], sizes: dict[str, Any]) -> Task:
         "num_prompt_tokens": "int64",
         "num_tokens": "int64",
     }
-    return Task("generate", params | sizes, columns, open_task, describe)
+    options = params | sizes
+    if generation_config != "auto":
+        options["generation_config"] = _identity(generation_config)
+    load_options = {"generation_config": generation_config}
+    return Task("generate", options, columns, open_task, describe, load_options)
+
+
+def _identity(generation_config: str) -> str:
+    """The option, and of a file what it holds, so that another one resumes no job."""
+    path = Path(generation_config)
+    path = path / "generation_config.json" if path.is_dir() else path
+    return sha256(path.read_bytes()).hexdigest() if path.is_file() else generation_config
 
 
 def rerank_task(options: dict[str, Any]) -> Task:
