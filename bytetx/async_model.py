@@ -143,7 +143,8 @@ class AsyncModel:
                 max_num_seqs=max_num_seqs,
                 num_speculative_tokens=num_speculative_tokens,
             ),
-            max_open=max_queued_requests,
+            max_outputs=max_queued_requests,
+            max_tokens=max_queued_tokens,
         )
 
     @property

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bytetx.cli.files.options import DTYPE_HELP, MAX_THREADS
+from bytetx.cli.files.options import DTYPE_HELP, GENERATION_CONFIG_HELP, MAX_THREADS
 from bytetx.errors import OptionError
 
 _MODEL, _LIMITS, _NETWORK, _OUTPUT = "Model", "Limits", "Network", "Logs and metrics"
@@ -89,6 +89,9 @@ def serve(
     default_prompt_name: Annotated[
         str | None, _option(_MODEL, "DEFAULT_PROMPT_NAME", "A prompt of the checkpoint, likewise.")
     ] = None,
+    generation_config: Annotated[
+        str, _option(_MODEL, "GENERATION_CONFIG", GENERATION_CONFIG_HELP)
+    ] = "auto",
     threads: Annotated[
         int | None,
         typer.Option(
@@ -233,6 +236,7 @@ def serve(
         tp=tensor_parallel_size,
         threads=threads,
         accepts_any_name=len(sources) == 1 and not are_named,
+        generation_config=generation_config,
         pooling=pooling,
         default_prompt=default_prompt,
         default_prompt_name=default_prompt_name,

@@ -56,8 +56,8 @@ class Outcome:
 class Piece(NamedTuple):
     """New text of one output of a prompt.
 
-    output: its number, below n.  token_ids: the new tokens.  logprobs: one a token, where asked
-    for: (text, logprob, [(text, logprob), ...] of the likeliest).
+    output: its number, below n.  num_tokens: the new tokens.  logprobs: one row for each token,
+    where asked for, as of OutputLogprobs.
     finish_reason: None until the output ends: stop, length or abort.
     num_prompt_tokens: of the whole prompt.
     """

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from bytetx.async_model import AsyncModel
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.request import RunStats
 from bytetx.errors import DeviceLostError, shown
-from bytetx.generate.outputs import RequestOutput, TokenLogprob
+from bytetx.generate.outputs import RequestOutput
 from bytetx.model import Model
 from bytetx.requests.chunks import offsets_of
 from bytetx.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.embed_groups import EmbedGroups, is_groupable
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
+from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
 from bytetx.tasks.futures import forward
 from bytetx.tasks.rerank import YES_NO_FAMILIES
 from bytetx.tasks.results import Embeddings, Results
@@ -77,6 +79,7 @@ class ServedModel:
     facts: ModelFacts
     model: AsyncModel
     left: "LeftTruncation"
+    texts: TokenTexts
 
 
 class LocalBackend:
@@ -120,12 +123,20 @@ class LocalBackend:
         served = self._served[call.model]
         try:
             params = SamplingParams(**_sampling(call.options))
-            model = served.model.model
+            logprobs = defaultdict[int, OutputLogprobs](
+                lambda: OutputLogprobs(
+                    served.texts,
+                    is_chat=bool(call.options.get("is_chat")),
+                    skip_special_tokens=params.skip_special_tokens,
+                    keeps_stop=params.include_stop_str_in_output,
+                )
+            )
             async with aclosing(served.model.generate(call.inputs, params)) as outputs:
                 async for output in outputs:
                     if output.error is not None:
                         raise output.error
-                    yield _piece(output, model.tokenizer, outputs.num_prompt_tokens)
+                    rows = logprobs[output.index].rows(output) if output.logprobs else None
+                    yield _piece(output, rows, outputs.num_prompt_tokens)
         except Exception as error:
             raise self.serve_error(error) from error
 
@@ -408,17 +419,16 @@ def _timings(stats: RunStats, num_cut: int = 0) -> Timings:
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     """JSON's keys are strings; those of logit_bias are token ids."""
-    given = dict(options)
+    given = {name: value for name, value in options.items() if name != "is_chat"}
     bias = given.get("logit_bias")
     if bias is not None:
         given["logit_bias"] = {int(token): value for token, value in bias.items()}
     return given
 
 
-def _piece(output: RequestOutput, tokenizer: Tokenizer | None, num_prompt_tokens: int) -> Piece:
-    logprobs = None
-    if output.logprobs is not None:
-        logprobs = [_logprob(entry, tokenizer) for entry in output.logprobs]
+def _piece(
+    output: RequestOutput, logprobs: list[list[Any]] | None, num_prompt_tokens: int
+) -> Piece:
     return Piece(
         output.index,
         output.text,
@@ -427,13 +437,3 @@ def _piece(output: RequestOutput, tokenizer: Tokenizer | None, num_prompt_tokens
         output.finish_reason,
         num_prompt_tokens,
     )
-
-
-def _logprob(entry: TokenLogprob, tokenizer: Tokenizer | None) -> list[Any]:
-    def text(token_id: int) -> str:
-        if tokenizer is None:
-            return f"token_id:{token_id}"
-        return tokenizer.decode_plain([token_id], skip_special_tokens=False)
-
-    top = [(text(token), logprob) for token, logprob in entry.top.items()]
-    return [text(entry.token_id), entry.logprob, top]

@@ -11,6 +11,7 @@ from bytetx.model import load
 from bytetx.serve.calls import Call, ModelFacts
 from bytetx.serve.engine import LeftTruncation, LocalBackend, ServedModel, model_facts
 from bytetx.serve.settings import ModelSource, ServeSettings
+from bytetx.serve.token_logprobs import TokenTexts
 
 logger = logging.getLogger("bytetx.serve")
 
@@ -30,6 +31,7 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         batch_invariant=settings.batch_invariant,
         tp=settings.tp,
         token_budget=settings.max_batch_tokens,
+        generation_config=settings.generation_config,
         revision=settings.revision,
         local_files_only=settings.local_files_only,
     )
@@ -44,7 +46,7 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         num_speculative_tokens=settings.num_speculative_tokens,
     )
     logger.info("loaded %s: %r", source.name, model)
-    return ServedModel(facts, queue, LeftTruncation(model.tokenizer))
+    return ServedModel(facts, queue, LeftTruncation(model.tokenizer), TokenTexts(model.tokenizer))
 
 
 async def warm_up(backend: LocalBackend) -> None:

@@ -1,6 +1,7 @@
 """OpenAI's completions and chat completions, whole or as server-sent events."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -16,9 +17,16 @@ from bytetx.serve.calls import Call, ModelFacts, Piece, Timings
 from bytetx.serve.client import EventStream
 from bytetx.serve.errors import ServeError
 from bytetx.serve.gateway import Exchange
+from bytetx.serve.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    limit_tokens,
+)
 from bytetx.serve.routes_openai import find_model
 from bytetx.serve.schemas import ChatMessage, ChatRequest, CompletionRequest
 
+# Without zeros before it, so that no two keys are one token.
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}", re.ASCII)
 _FINISH = {"stop": "stop", "length": "length", "abort": "stop"}
 
 
@@ -57,20 +65,26 @@ class Generation:
     prompts: Sequence[Any]
     options: dict[str, Any]
     n: int
+    num_logprobs: int  # what it may have in all, as it is priced
     usage: Usage = field(default_factory=Usage)
     created: int = field(default_factory=lambda: int(time.time()))
     num_stream_tokens: int = 0
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """(the choice's number, its next piece), of all prompts at once."""
-        backend = self.exchange.site.ready_backend()
+        site = self.exchange.site
+        backend = site.ready_backend()
         calls = [Call(self.facts.name, "generate", p, self.options) for p in self.prompts]
-        async with aclosing(_merged([backend.generate(call) for call in calls])) as merged:
-            async for prompt, piece in merged:
-                self.usage.prompt_tokens[prompt] = piece.num_prompt_tokens
-                self.usage.completion_tokens += piece.num_tokens
-                self._note_times()
-                yield prompt * self.n + piece.output, piece
+        site.open_logprobs(self.num_logprobs)
+        try:
+            async with aclosing(_merged([backend.generate(call) for call in calls])) as merged:
+                async for prompt, piece in merged:
+                    self.usage.prompt_tokens[prompt] = piece.num_prompt_tokens
+                    self.usage.completion_tokens += piece.num_tokens
+                    self._note_times()
+                    yield prompt * self.n + piece.output, piece
+        finally:
+            site.close_logprobs(self.num_logprobs)
 
     def _note_times(self) -> None:
         """For the record of the request, whenever it ends."""
@@ -92,7 +106,8 @@ async def completions(body: CompletionRequest, exchange: Exchange) -> Response:
     check_batch(exchange, body.prompt, field="prompt")
     if body.echo or body.suffix or body.best_of not in (None, body.n):
         raise ServeError("validation", "echo, suffix and best_of are not supported; leave them out")
-    options = _options(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
+    max_tokens = body.max_tokens or (None if _checkpoint_limit(facts) else 16)
+    options = _options(body, max_tokens=max_tokens, logprobs=body.logprobs)
     run = _start(exchange, facts, list(body.prompt), options)
     form = _Completions(exchange, run)
     if body.stream:
@@ -124,7 +139,7 @@ async def chat_completions(body: ChatRequest, exchange: Exchange) -> Response:
     messages = [_message(message) for message in body.messages]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_completion_tokens or body.max_tokens
-    options = _options(body, max_tokens=max_tokens, logprobs=logprobs)
+    options = _options(body, max_tokens=max_tokens, logprobs=logprobs) | {"is_chat": True}
     run = _start(exchange, facts, [messages], options)
     form = _Chat(exchange, run)
     if body.stream:
@@ -147,7 +162,6 @@ class _Form:
     def __init__(self, exchange: Exchange, run: Generation):
         self.run, self.model = run, run.facts.name
         self.request_id = f"{self.kind}-{exchange.request_id}"
-        self._characters: dict[int, int] = {}  # of each choice's text so far
 
     def document(self, name: str) -> dict[str, Any]:
         return {
@@ -179,17 +193,15 @@ class _Completions(_Form):
         return {
             "index": number,
             "text": "".join(choice.text),
-            "logprobs": _completion_logprobs(choice.logprobs, 0),
+            "logprobs": completion_logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
 
     def piece(self, number: int, piece: Piece) -> dict[str, Any]:
-        start = self._characters.get(number, 0)
-        self._characters[number] = start + len(piece.text)
         return {
             "index": number,
             "text": piece.text,
-            "logprobs": _completion_logprobs(piece.logprobs or [], start),
+            "logprobs": completion_logprobs(piece.logprobs or []),
             "finish_reason": _finish(piece),
         }
 
@@ -202,7 +214,7 @@ class _Chat(_Form):
         return {
             "index": number,
             "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
-            "logprobs": _chat_logprobs(choice.logprobs),
+            "logprobs": chat_logprobs(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
 
@@ -216,7 +228,7 @@ class _Chat(_Form):
         return {
             "index": number,
             "delta": {"content": piece.text} if piece.text else {},
-            "logprobs": _chat_logprobs(piece.logprobs or []),
+            "logprobs": chat_logprobs(piece.logprobs or []),
             "finish_reason": _finish(piece),
         }
 
@@ -304,7 +316,35 @@ def _start(
     exchange: Exchange, facts: ModelFacts, prompts: Sequence[Any], options: dict[str, Any]
 ) -> Generation:
     exchange.facts = facts
-    return Generation(exchange, facts, prompts, options, options["n"])
+    price = _settle_max_tokens(facts, options, num_prompts=len(prompts))
+    return Generation(exchange, facts, prompts, options, options["n"], price)
+
+
+def _checkpoint_limit(facts: ModelFacts) -> int | None:
+    """The most tokens that generation_config.json gives an output, its prompt's perhaps among them;
+    None where it gives none."""
+    defaults = facts.info["generation_defaults"]
+    limit: int | None = defaults.get("max_tokens") or defaults.get("max_length")
+    return limit
+
+
+def _settle_max_tokens(facts: ModelFacts, options: dict[str, Any], *, num_prompts: int) -> int:
+    """Leaves an open max_tokens to the checkpoint, or limits it for log-probabilities.
+
+    Returns how many of these the request may give in all; ServeError where they are too many.
+    """
+    logprobs, given, own = options["logprobs"], options["max_tokens"], _checkpoint_limit(facts)
+    price = 0
+    if logprobs is not None:
+        options["max_tokens"], price = limit_tokens(
+            given,
+            logprobs=logprobs,
+            num_outputs=options["n"] * num_prompts,
+            most_tokens=int(facts.info["max_positions"]),
+        )
+    if given is None and own is not None and own <= (options["max_tokens"] or own):
+        del options["max_tokens"]
+    return price
 
 
 def _options(
@@ -314,7 +354,7 @@ def _options(
     given = {
         "n": body.n or 1,
         "max_tokens": max_tokens,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": body.temperature,
         "top_p": body.top_p,
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
@@ -328,13 +368,15 @@ def _options(
         "min_tokens": body.min_tokens,
         "stop_token_ids": body.stop_token_ids,
         "ignore_eos": body.ignore_eos,
+        "skip_special_tokens": body.skip_special_tokens,
+        "include_stop_str_in_output": body.include_stop_str_in_output,
     }
     may_be_none = ("max_tokens", "seed", "logprobs", "logit_bias")
     return {k: value for k, value in given.items() if value is not None or k in may_be_none}
 
 
 def _token_bias(bias: dict[str, float] | None) -> dict[str, float] | None:
-    wrong = next((token for token in bias or () if not token.isdecimal()), None)
+    wrong = next((token for token in bias or () if not _TOKEN_ID.fullmatch(token)), None)
     if wrong is not None:
         raise ServeError(
             "validation", f"logit_bias must map token ids to numbers, got {shown(wrong)}"
@@ -361,35 +403,3 @@ def _includes_usage(body: CompletionRequest | ChatRequest) -> bool:
 
 def _finish(piece: Piece) -> str | None:
     return None if piece.finish_reason is None else _FINISH[piece.finish_reason]
-
-
-def _completion_logprobs(entries: Sequence[Any], start: int) -> dict[str, Any] | None:
-    """start: characters of the text before the first token."""
-    if not entries:
-        return None
-    offsets = []
-    for text, _, _ in entries:
-        offsets.append(start)
-        start += len(text)
-    return {
-        "tokens": [text for text, _, _ in entries],
-        "token_logprobs": [logprob for _, logprob, _ in entries],
-        "top_logprobs": [dict(top) for _, _, top in entries],
-        "text_offset": offsets,
-    }
-
-
-def _chat_logprobs(entries: Sequence[Any]) -> dict[str, Any] | None:
-    if not entries:
-        return None
-    return {
-        "content": [
-            _chat_token(text, logprob) | {"top_logprobs": [_chat_token(*pair) for pair in top]}
-            for text, logprob, top in entries
-        ],
-        "refusal": None,
-    }
-
-
-def _chat_token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}

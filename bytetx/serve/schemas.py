@@ -124,7 +124,10 @@ _List = Annotated[list[T], Field(fail_fast=True)]
 class _Request(BaseModel):
     """Unknown fields are ignored, as the servers whose routes these are do; types are exact."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    # JSON has no Infinity and no NaN.
+    model_config = ConfigDict(
+        strict=True, extra="ignore", protected_namespaces=(), allow_inf_nan=False
+    )
 
 
 class _TeiRequest(_Request):
@@ -235,8 +238,8 @@ class _GenerationRequest(_Request):
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
+    temperature: float | None = Field(None, description="The checkpoint's, else 1.")
+    top_p: float | None = Field(None, description="The checkpoint's, else 1.")
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     logit_bias: dict[str, float] | None = None
@@ -251,11 +254,15 @@ class _GenerationRequest(_Request):
     min_tokens: int | None = None
     stop_token_ids: _List[int] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
 
 
 class CompletionRequest(_GenerationRequest):
     prompt: Texts
-    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="The checkpoint's, else 16."
+    )
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = False
     suffix: str | None = None

@@ -46,6 +46,7 @@ class ServeSettings:
     tp: int = 1
     threads: int | None = None
     accepts_any_name: bool = False
+    generation_config: str = "auto"
     pooling: str | None = None
     default_prompt: str | None = None
     default_prompt_name: str | None = None

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 from bytetx.errors import shown
 from bytetx.serve.calls import Backend, ModelFacts
 from bytetx.serve.errors import ServeError
+from bytetx.serve.logprobs import MAX_OPEN_LOGPROBS
 from bytetx.serve.records import Recorder
 from bytetx.serve.settings import ServeSettings
 from bytetx.serve.tracing import Tracer
@@ -36,6 +37,7 @@ class Site:
         self.backend: Backend | None = None
         self.phase: Phase = "starting"
         self.num_running = 0
+        self._num_logprobs = 0
         self._keys = [key.encode() for key in settings.api_keys]
         # Its own, for asyncio's threads may all wait for templates.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="bytetx-json")
@@ -62,6 +64,21 @@ class Site:
                 "unhealthy", "the engine failed; it is being started again", retry_after_s=5
             )
         return self.backend
+
+    def open_logprobs(self, count: int) -> None:
+        """Counts what a request may hold, until close_logprobs; ServeError where it is too much."""
+        if count and self._num_logprobs + count > MAX_OPEN_LOGPROBS:
+            raise ServeError(
+                "overloaded",
+                f"the requests that are being answered may give {self._num_logprobs:,} "
+                f"log-probabilities and this one {count:,}; the most at a time is "
+                f"{MAX_OPEN_LOGPROBS:,}: try again soon, or ask for fewer",
+                retry_after_s=1,
+            )
+        self._num_logprobs += count
+
+    def close_logprobs(self, count: int) -> None:
+        self._num_logprobs -= count
 
     def check_key(self, authorization: bytes | None) -> None:
         """Raises ServeError without one of the keys, in a time that does not depend on it."""

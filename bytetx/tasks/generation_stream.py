@@ -20,10 +20,16 @@ _NUM_READERS = 2
 
 
 class GenerationThread:
-    """The engine of all prompts of an AsyncModel, made for the first one, and their number."""
+    """The engine of all prompts of an AsyncModel, made for the first one, and their number.
 
-    def __init__(self, build_engine: Callable[[], GenerationEngine], *, max_open: int):
-        self._build_engine, self._max_open = build_engine, max_open
+    Each of a prompt's outputs counts as a request, and has the prompt's tokens in the engine.
+    """
+
+    def __init__(
+        self, build_engine: Callable[[], GenerationEngine], *, max_outputs: int, max_tokens: int
+    ):
+        self._build_engine, self._max_outputs = build_engine, max_outputs
+        self._max_tokens = max_tokens
         self._engine: AsyncEngine | None = None
         self._building, self._changed = Lock(), Condition()
         self._is_closed = False
@@ -35,6 +41,7 @@ class GenerationThread:
             is_chat: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="bytetx-prompts")
             for is_chat in (False, True)
         }
+        self._num_outputs = self._num_tokens = 0
 
     def engine(self) -> AsyncEngine:
         """Builds it where there is none; takes as long as allocating the cache."""
@@ -57,26 +64,50 @@ class GenerationThread:
         return self._engine is not None and self._engine.is_broken
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Around a prompt. Raises QueueFullError where too many are open, or ClosedError."""
+    def opened(self, num_outputs: int) -> Iterator[None]:
+        """Around a prompt. Raises QueueFullError where too much is open beside it, or ClosedError.
+
+        A prompt alone is never too much.
+        """
         if self._process is not None:
             self._process.check("an AsyncModel that was used")
         with self._changed:
             if self._is_closed:
                 raise _closed()
-            if self.num_open >= self._max_open:
-                raise QueueFullError(
-                    f"{self.num_open} prompts are open, and at most {self._max_open} may be "
-                    f"(max_queued_requests); try again in {_RETRY_S:.2f} s",
-                    retry_after_s=_RETRY_S,
+            if self.num_open and self._num_outputs + num_outputs > self._max_outputs:
+                raise _full(
+                    f"{self.num_open} prompts are open with {self._num_outputs} outputs, and at "
+                    f"most {self._max_outputs} outputs may be (max_queued_requests)"
                 )
             self.num_open += 1
+            self._num_outputs += num_outputs
         try:
             yield
         finally:
             with self._changed:
                 self.num_open -= 1
+                self._num_outputs -= num_outputs
                 self._changed.notify_all()
+
+    @contextmanager
+    def holding(self, num_tokens: int) -> Iterator[None]:
+        """Around a prompt's time in the engine; errors as of `opened`.
+
+        num_tokens: of the prompt, for each of its outputs.
+        """
+        with self._changed:
+            if self._num_tokens and self._num_tokens + num_tokens > self._max_tokens:
+                raise _full(
+                    f"the open prompts have {self._num_tokens} tokens, each output's counted, this "
+                    f"one {num_tokens}, and at most {self._max_tokens} may be open "
+                    "(max_queued_tokens)"
+                )
+            self._num_tokens += num_tokens
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_tokens -= num_tokens
 
     def close(self, *, drain_s: float) -> None:
         """Takes no more prompts, waits for open ones that long, and ends the others."""
@@ -154,20 +185,25 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
             await self._pieces.aclose()
 
     async def _run(self) -> AsyncGenerator[RequestOutput, None]:
-        with self._thread.opened():
+        with self._thread.opened(self._params.n):
             reader = self._thread.readers[self._is_chat]
             loop = asyncio.get_running_loop()
             token_ids = await loop.run_in_executor(reader, self._read_prompt)
             self._read = time.perf_counter()
             self.num_prompt_tokens = len(token_ids)
             engine = await asyncio.to_thread(self._thread.engine)
-            outputs = engine.generate(token_ids, self._params, priority=self._priority)
-            async with aclosing(outputs) as pieces:
-                async for piece in pieces:
-                    self._last = time.perf_counter()
-                    self._first = self._first or self._last
-                    self._num_tokens += len(piece.token_ids)
-                    yield piece
+            with self._thread.holding(len(token_ids) * self._params.n):
+                outputs = engine.generate(token_ids, self._params, priority=self._priority)
+                async with aclosing(outputs) as pieces:
+                    async for piece in pieces:
+                        self._last = time.perf_counter()
+                        self._first = self._first or self._last
+                        self._num_tokens += len(piece.token_ids)
+                        yield piece
+
+
+def _full(message: str) -> QueueFullError:
+    return QueueFullError(f"{message}; try again in {_RETRY_S:.2f} s", retry_after_s=_RETRY_S)
 
 
 def _closed() -> ClosedError:
