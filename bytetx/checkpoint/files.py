@@ -33,6 +33,7 @@ _CONFIG = {
     "quantization_config": TABLE,
     "sbert_ce_default_activation_function": TEXT,
     "sentence_transformers": TABLE,
+    "tokenizer_class": TEXT,
 }
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER = {"base_model_name_or_path": TEXT, "revision": TEXT}
@@ -42,6 +43,8 @@ MODULES: dict[str, Field] = {
     "path": PATH,
     "type": TEXT,
 }
+
+_MAX_MODULES = 256  # those in use have at most a dozen
 
 # Classes of sentence-transformers' first module; the second is the name of sparse encoders before
 # version 5.4.
@@ -149,7 +152,7 @@ def transformer_folder(folder: Path) -> Path:
     path = folder / "modules.json"
     if not path.is_file():
         return folder
-    modules = read_json_objects(path, MODULES)
+    modules = read_modules(path)
     names = [
         module.get("path", "")
         for module in modules
@@ -161,6 +164,19 @@ def transformer_folder(folder: Path) -> Path:
         kinds = ", ".join(str(module.get("type")) for module in modules)
         raise CheckpointError(f"{path} names no Transformer module, only: {kinds or 'nothing'}")
     return module_folder(path, names[0])
+
+
+def read_modules(path: Path) -> list[dict[str, Any]]:
+    """The modules of a modules.json, in the order of the file, as sentence-transformers runs them.
+
+    Raises CheckpointError where it is damaged.
+    """
+    modules = read_json_objects(path, MODULES)
+    if len(modules) > _MAX_MODULES:
+        raise CheckpointError(
+            f"{path} names {len(modules):,} modules, more than {_MAX_MODULES}; it is damaged"
+        )
+    return modules
 
 
 def is_router(name: str) -> bool:

@@ -17,7 +17,7 @@ from bytetx.errors import CheckpointError
 # Everything a load may read, in any subfolder; weights in other formats are never fetched.
 # The last two are BGE-M3's, a few MiB, read by torch's loader of plain tensors.
 _HUB_PATTERNS = (
-    *("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"),
+    *("*.json", "*.txt", "*.model", "*.model.v*", "*.jinja", "*.safetensors"),
     *("sparse_linear.pt", "colbert_linear.pt"),
 )
 _HUB_IGNORED = ("onnx/*", "openvino/*")

@@ -6,30 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bytetx.checkpoint.side_files import (
-    FLAG,
-    TABLE,
-    TEXT,
-    check_fields,
-    integer,
-    one_of,
-    read_fields,
-)
+from bytetx.checkpoint.sentence_files import Schema, TransformerSettings
+from bytetx.checkpoint.side_files import FLAG, check_fields, integer
 from bytetx.errors import CheckpointError
 
-_MODULE = {
-    "true_token_id": integer(0),
-    "false_token_id": integer(0),
-    "module_input_name": one_of("causal_logits"),
-}
-_TRANSFORMER = {
-    "transformer_task": TEXT,
-    "modality_config": TABLE,
-    "processing_kwargs": TABLE,
-}
-_MESSAGE = {"message": TABLE}
-_FORMAT = {"format": one_of("flat", "structured")}
-_PROCESSING = {"chat_template": TABLE}
+_MODULE = Schema(
+    used={"true_token_id": integer(0), "false_token_id": integer(0)},
+    plain={"module_input_name": ("causal_logits",)},
+)
 _CHAT = {"restore_suffix": FLAG}
 # Options of tokenizers among those of templates; pads are never computed here.
 _OF_PADS = {"padding", "padding_side", "pad_to_multiple_of", "return_tensors"}
@@ -54,25 +38,25 @@ class LogitScoreSpec:
     restores_suffix: bool = True
 
 
-def read_logit_score(module: Path, transformer: Path) -> LogitScoreSpec:
-    """module: LogitScore's folder.  transformer: that of the Transformer module before it.
+def read_logit_score(
+    module: Path, transformer: Path, settings: TransformerSettings
+) -> LogitScoreSpec:
+    """module: LogitScore's folder.  transformer: that of the Transformer module before it, with
+    its settings.
 
     Raises CheckpointError for damaged files and for options that are not known.
     """
-    config = read_fields(module / "config.json", _MODULE)
+    config = _MODULE.read(module / "config.json")
     if "true_token_id" not in config:
         raise CheckpointError(f"{module / 'config.json'} lacks true_token_id")
-    path = transformer / "sentence_bert_config.json"
-    given = read_fields(path, _TRANSFORMER, may_be_absent=True)
-    modalities = given.get("modality_config", {})
-    check_fields(path, modalities, _MESSAGE)
-    message, message_format = modalities.get("message"), None
-    if message is not None:
-        check_fields(path, message, _FORMAT)
-        message_format = message.get("format") or "structured"
-    processing = given.get("processing_kwargs", {})
-    check_fields(path, processing, _PROCESSING)
-    variables = dict(processing.get("chat_template") or {})
+    path, message_format = transformer / "sentence_bert_config.json", None
+    if settings.chat is not None:
+        message_format = settings.chat.get("format") or "structured"
+        if message_format == "auto":
+            raise CheckpointError(
+                f"{path}: modality_config: message: format must be flat or structured, got 'auto'"
+            )
+    variables = dict(settings.variables)
     check_fields(path, variables, _CHAT)
     if sizes := sorted(_OF_SIZES & variables.keys()):
         raise CheckpointError(

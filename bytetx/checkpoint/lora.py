@@ -34,18 +34,22 @@ _FILE = "adapter_model.safetensors"
 # Where peft's wrapper holds the model that it changes.
 _WRAPPER = "base_model.model."
 
+# In use are ranks up to 512, and an alpha of at most a few times the rank. Beyond it the weights
+# are noise, or no numbers at all.
+MAX_RANK, MAX_ALPHA = 1 << 16, 1 << 20
+
 _CONFIG: dict[str, Field] = {
     "peft_type": TEXT,
     "bias": TEXT,
-    "r": integer(1),
-    "lora_alpha": number(0),
+    "r": integer(1, MAX_RANK),
+    "lora_alpha": number(0, MAX_ALPHA),
     "use_rslora": FLAG,
     "fan_in_fan_out": FLAG,
     "init_lora_weights": either(FLAG, TEXT),
     "target_modules": either(TEXT, list_of(TEXT)),
     "modules_to_save": list_of(TEXT),
-    "rank_pattern": table_of(integer(1)),
-    "alpha_pattern": table_of(number(0)),
+    "rank_pattern": table_of(integer(1, MAX_RANK)),
+    "alpha_pattern": table_of(number(0, MAX_ALPHA)),
 }
 # Keys that do not change what the adapter computes, or whose effect the names of its tensors show.
 _HARMLESS = frozenset(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bytetx.checkpoint.files import MODULES, TRANSFORMERS, module_folder
+from bytetx.checkpoint.files import TRANSFORMERS, module_folder, read_modules
 from bytetx.checkpoint.side_files import (
     FLAG,
     TABLE,
@@ -18,7 +18,6 @@ from bytetx.checkpoint.side_files import (
     number,
     one_of,
     read_json,
-    read_json_objects,
 )
 from bytetx.errors import CheckpointError
 
@@ -56,7 +55,7 @@ _METADATA = {
     "mask_punctuation": FLAG,
 }
 _TOKEN_POOLING = {
-    "pool_factor": number(1),
+    "pool_factor": number(1, 1 << 20),
     "num_protected_tokens": integer(0),
     "normalize_embeddings": FLAG,
     "tasks": either(TEXT, list_of(TEXT)),
@@ -138,7 +137,7 @@ def load_multi_vector_spec(folder: Path, own: Path, *, base: Path) -> MultiVecto
     path = folder / "modules.json"
     if not path.is_file():
         return None
-    entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
+    entries = read_modules(path)
     names = [str(entry.get("type")) for entry in entries]
     config = _config(folder / "config_sentence_transformers.json", _MODEL)
     is_pylate = config.get("model_type") == "ColBERT" or any(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bytetx.checkpoint.files import MODULES, is_router, module_folder
+from bytetx.checkpoint.files import is_router, module_folder, read_modules
 from bytetx.checkpoint.side_files import (
     TABLE,
     TEXT,
@@ -14,7 +14,6 @@ from bytetx.checkpoint.side_files import (
     check_fields,
     list_of,
     read_json,
-    read_json_objects,
     table_of,
 )
 from bytetx.errors import CheckpointError, OptionError, shown
@@ -26,6 +25,7 @@ _ROUTER: dict[str, Field] = {
     "parameters": TABLE,
 }
 _PARAMETERS: dict[str, Field] = {"default_route": TEXT, "route_mappings": table_of(TEXT)}
+_MAX_MODULES = 1024
 # The kind of input that bytetx reads.
 _MODALITY = "text"
 
@@ -74,7 +74,7 @@ def read_router(folder: Path) -> RouterSpec | None:
     path = folder / "modules.json"
     if not path.is_file():
         return None
-    entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
+    entries = read_modules(path)
     if not entries or not is_router(str(entries[0].get("type"))):
         return None
     settings = folder / "config_sentence_transformers.json"
@@ -98,6 +98,10 @@ def read_router(folder: Path) -> RouterSpec | None:
                 f"{where}: route {route!r:.120} names {unknown[0]!r:.120}, which has no type"
             )
         routes[route] = tuple((types[name], name) for name in names)
+    if sum(map(len, routes.values())) > _MAX_MODULES:
+        raise CheckpointError(
+            f"{where} names more than {_MAX_MODULES} modules in its routes; it is damaged"
+        )
     mappings = _mappings(where, parameters.get("route_mappings") or {})
     default = parameters.get("default_route")
     named = [*mappings.values(), *([] if default is None else [default])]

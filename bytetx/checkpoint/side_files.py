@@ -6,7 +6,6 @@ the key, what the key must be and what it is, and never an error from where the 
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,10 @@ from typing import Any
 
 from bytetx.errors import CheckpointError
 
-# The largest in use are the indexes of sharded weights, a few MiB, and tokenizer.json, some 30 MiB.
-_MAX_JSON_BYTES = 64 << 20
+# The largest in use are tokenizer_config.json and config.json with very many labels, some MiB.
+_MAX_JSON_BYTES = 16 << 20
+# The largest indexes of sharded weights in use are some 15 MiB, and tokenizer.json some 30 MiB.
+MAX_INDEX_BYTES = 64 << 20
 MAX_TOKENIZER_BYTES = 512 << 20
 _MAX_TEXT_BYTES = 4 << 20
 # config.json is some 4 levels deep. repr and == recurse, and a file must not choose how deep.
@@ -112,11 +113,11 @@ def integer(low: int, high: int = _MAX_INTEGER) -> Field:
     return Field(f"an integer from {low}{upper}", lambda v: type(v) is int and low <= v <= high)
 
 
-def number(low: float) -> Field:
-    """A finite number from low; true and false are none."""
+def number(low: float, high: float = 1e38) -> Field:
+    """A number from low to high, which float32 holds; true and false are none."""
+    upper = "" if high == 1e38 else f" to {high:g}"
     return Field(
-        f"a number from {low}",
-        lambda v: type(v) is int and v >= low or type(v) is float and low <= v < math.inf,
+        f"a number from {low}{upper}", lambda v: type(v) in (int, float) and low <= v <= high
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from bytetx.checkpoint.family import families
 from bytetx.checkpoint.files import ADAPTER_CONFIG
-from bytetx.checkpoint.lora import read_lora
+from bytetx.checkpoint.lora import MAX_ALPHA, MAX_RANK, read_lora
 from bytetx.checkpoint.side_files import (
     TEXT,
     Field,
@@ -23,8 +23,8 @@ from bytetx.errors import CheckpointError
 
 _CONFIG: dict[str, Field] = {
     "lora_adaptations": list_of(TEXT),
-    "lora_rank": integer(1),
-    "lora_alpha": number(0),
+    "lora_rank": integer(1, MAX_RANK),
+    "lora_alpha": number(0, MAX_ALPHA),
     "task_instructions": table_of(TEXT),
 }
 # The factors of all tasks beside a weight, as torch's parametrize names them.

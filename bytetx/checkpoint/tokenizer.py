@@ -14,10 +14,20 @@ import numpy as np
 import tokenizers
 from tokenizers import normalizers
 
-from bytetx.checkpoint.convert_tokenizer import convert_vocabulary, has_vocabulary
-from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, read_bytes, read_json
+from bytetx.checkpoint.convert_tokenizer import (
+    convert_vocabulary,
+    has_vocabulary,
+    refuse_python_class,
+)
+from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, TEXT, read_bytes, read_json
 from bytetx.checkpoint.text_prefix import PrefixFinder
 from bytetx.checkpoint.tokenizer_config import read_tokenizer_config, special_token
+from bytetx.checkpoint.tokenizer_limits import check_raw_tokenizer, check_tokenizer
+from bytetx.checkpoint.tokenizer_options import (
+    class_name,
+    contradiction,
+    has_token_types,
+)
 from bytetx.checkpoint.word_pieces import WordPieces
 from bytetx.errors import CheckpointError
 from bytetx.ops.int_lists import flatten_int_lists
@@ -119,8 +129,7 @@ class Tokenizer:
         return self._limited(*key)
 
     def _make_limited(self, max_tokens: int, stride: int, direction: str) -> "Tokenizer":
-        limited = copy(self)
-        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        limited, backend = copy(self), self._copied_backend()
         backend.enable_truncation(
             max_tokens, stride=stride, strategy="longest_first", direction=direction
         )
@@ -132,11 +141,15 @@ class Tokenizer:
         return self._unlimited()
 
     def _make_unlimited(self) -> "Tokenizer":
-        unlimited = copy(self)
-        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        unlimited, backend = copy(self), self._copied_backend()
         backend.no_truncation()
         unlimited._use(backend, sys.maxsize, word_pieces=self._word_pieces)
         return unlimited
+
+    def _copied_backend(self) -> tokenizers.Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = self.backend.encode_special_tokens  # not in the text
+        return backend
 
     @property
     def num_special_tokens(self) -> int:
@@ -348,12 +361,20 @@ def load_tokenizer(
     path, config = folder / "tokenizer.json", read_tokenizer_config(folder)
     if path.is_file():
         raw = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
+        check_raw_tokenizer(path, raw)
         _check_merges(path, raw)
         backend = _checked(str(path), lambda: tokenizers.Tokenizer.from_buffer(raw))
+        check_tokenizer(path, backend)
+        backend, input_names = _follow_options(folder, backend, config)
     elif has_vocabulary(folder):
-        backend = convert_vocabulary(folder)
+        converted = convert_vocabulary(folder)
+        backend, input_names = converted.backend, converted.input_names
+        check_tokenizer(folder, backend)
     else:
         return None
+    backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+    if input_names is not None:
+        config.setdefault("model_input_names", list(input_names))
     if not adds_special_tokens:
         backend.post_processor = tokenizers.processors.Sequence([])
     elif _is_of_gte_qwen2(config):
@@ -370,6 +391,34 @@ def load_tokenizer(
             name=str(path),
         ),
     )
+
+
+def _follow_options(
+    folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]
+) -> tuple[tokenizers.Tokenizer, Sequence[str] | None]:
+    """The tokenizer that the class of transformers makes of tokenizer.json and its own options, and
+    what it gives a model, where that is known.
+
+    backend: that of tokenizer.json, which nearly always is the same.
+    """
+    path = folder / "config.json"
+    model = read_json(path, {"model_type": TEXT, "tokenizer_class": TEXT}) if path.is_file() else {}
+    refuse_python_class(folder, config, model)
+    name = class_name(config, model)
+    if config.get("auto_map"):  # a class of the checkpoint's own: nothing is known of its options
+        return backend, None
+    added = folder / "added_tokens.json"
+    tokens = read_json(added) if added.is_file() and "added_tokens_decoder" not in config else {}
+    backend.no_truncation()
+    backend.no_padding()
+    differs = _checked(
+        str(folder / "tokenizer.json"), lambda: contradiction(backend, config, name, tokens)
+    )
+    if differs is None:
+        return backend, None if has_token_types(name) else ("input_ids", "attention_mask")
+    reason = f"{folder / 'tokenizer_config.json'} asks for {differs}, tokenizer.json does not"
+    converted = convert_vocabulary(folder, reason=reason)
+    return converted.backend, converted.input_names
 
 
 def _is_of_gte_qwen2(config: Mapping[str, Any]) -> bool:

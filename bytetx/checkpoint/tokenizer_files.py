@@ -5,11 +5,22 @@ VOCABULARIES = (
     "vocab.txt",
     "vocab.json",
     "sentencepiece.bpe.model",
+    "sentencepiece.model",
     "spiece.model",
+    "spm.model",
     "tokenizer.model",
+    # Mistral's versions of it: the form is the same.
+    *(f"tokenizer.model.v{version}" for version in (1, 2, 3)),
+    "tiktoken.model",
+    "tekken.json",
 )
 # What belongs to a vocabulary.
-VOCABULARY_PARTS = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
+VOCABULARY_PARTS = (
+    "merges.txt",
+    "bpe.codes",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bytetx.checkpoint.side_files import PATH, TABLE, read_json
+from bytetx.checkpoint.side_files import MAX_INDEX_BYTES, PATH, TABLE, read_json
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError
 
@@ -25,6 +25,12 @@ _DTYPES = {
 }
 # The format's own limit: a longer header is a damaged length, not a list of tensors.
 _MAX_HEADER_BYTES = 100_000_000
+
+# The largest models in use, whose experts are tensors of their own, have some 150 000.
+_MAX_TENSORS = 1 << 19
+# Those with the most shards have some 200.
+_MAX_SHARDS = 4096
+_MAX_DIMS = 16  # of a tensor; weights have 4 at most
 
 # Larger tensors are read into separate pages; for smaller ones, rounding up to pages costs more.
 _MIN_MAPPED_BYTES = 1 << 20
@@ -246,8 +252,13 @@ class Weights(Mapping[str, torch.Tensor]):
         on_tensor: called before each tensor is read; what it raises ends the reading.
         """
         self._saved: dict[str, SavedTensor] = {}
+        num_tensors = 0
         for path in weight_files(folder, spec):
-            for tensor in read_header(path):
+            header = read_header(path)
+            num_tensors += len(header)
+            if num_tensors > _MAX_TENSORS:
+                raise _too_many_tensors(path)
+            for tensor in header:
                 name = canonical_name(tensor.name, spec.prefixes)
                 if other := self._saved.get(name):
                     raise CheckpointError(
@@ -362,6 +373,9 @@ def read_header(path: Path) -> list[SavedTensor]:
     Raises CheckpointError naming the file and, where there is one, the tensor.
     """
     raw, file_bytes = _header_bytes(path)
+    # Before they are parsed, which takes a minute for a million.
+    if raw.count(b'"data_offsets"') > _MAX_TENSORS:
+        raise _too_many_tensors(path)
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_table_of_tensors)
     except (ValueError, RecursionError) as error:
@@ -369,6 +383,8 @@ def read_header(path: Path) -> list[SavedTensor]:
     if not isinstance(header, dict):
         raise _damaged(path, f"header is a {type(header).__name__}, not a table of tensors")
     header.pop("__metadata__", None)
+    if len(header) > _MAX_TENSORS:
+        raise _too_many_tensors(path)
     data_start = 8 + len(raw)
     tensors = [_saved_tensor(path, name, entry, data_start) for name, entry in header.items()]
     needed = _check_layout(path, tensors, data_start)
@@ -419,7 +435,8 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
 def _saved_tensor(path: Path, name: str, entry: Any, data_start: int) -> SavedTensor:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
-            all(type(size) is int and size >= 0 for size in shape)
+            len(shape) <= _MAX_DIMS
+            and all(type(size) is int and size >= 0 for size in shape)
             and type(begin) is type(end) is int
             and 0 <= begin <= end
         ):
@@ -429,6 +446,13 @@ def _saved_tensor(path: Path, name: str, entry: Any, data_start: int) -> SavedTe
     if dtype in _DTYPES and num_bytes != math.prod(shape) * _DTYPES[dtype].itemsize:
         raise _damaged(path, f"tensor {name!r}: {num_bytes} bytes are no {dtype} {shape!r:.80}")
     return SavedTensor(path, name, dtype, tuple(shape), data_start + begin, num_bytes)
+
+
+def _too_many_tensors(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} brings the checkpoint to more than {_MAX_TENSORS:,} tensors, and the largest "
+        "models have some 150,000; it is damaged, or made to stop its readers: download it again"
+    )
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
@@ -461,10 +485,16 @@ def weight_files(folder: Path, spec: ModelSpec) -> list[Path]:
     if not (folder / _INDEX).is_file():
         raise CheckpointError(_no_weights(folder, spec))
     names = sorted(set(_weight_map(folder).values()))
+    if len(names) > _MAX_SHARDS:
+        raise CheckpointError(
+            f"{folder / _INDEX} names {len(names):,} files, more than {_MAX_SHARDS:,}; save the "
+            "checkpoint again in larger shards"
+        )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
         raise CheckpointError(
-            f"{folder / _INDEX} names files that are not there: {', '.join(missing) or 'none'}"
+            f"{folder / _INDEX} names {len(missing)} files that are not there: "
+            f"{', '.join(missing[:12]) or 'none'}"
         )
     return [folder / name for name in names]
 
@@ -481,7 +511,7 @@ def _refuse_quantized(folder: Path, names: Iterable[str]) -> None:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> shard's file name, which must be in the folder."""
-    index = read_json(folder / _INDEX, {"weight_map": TABLE})
+    index = read_json(folder / _INDEX, {"weight_map": TABLE}, max_bytes=MAX_INDEX_BYTES)
     weight_map: dict[str, str] | None = index.get("weight_map")
     if weight_map is None:
         raise CheckpointError(f"{folder / _INDEX}: weight_map must be a table of tensor names")

@@ -161,6 +161,7 @@ def _is_supported(backend: tokenizers.Tokenizer) -> bool:
     pre_tokenizers = members(state_of(backend.pre_tokenizer), "pretokenizers")
     return (
         isinstance(model, models.WordPiece)
+        and not backend.encode_special_tokens  # of a text that names them
         and all(part["type"] in _NORMALIZERS for part in normalizers)
         and [part["type"] for part in pre_tokenizers] == ["BertPreTokenizer"]
         and (truncation is None or truncation["direction"] == "right")

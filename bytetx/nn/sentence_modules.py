@@ -12,27 +12,29 @@ from torch.nn import functional as F
 
 from bytetx.checkpoint.convert_tokenizer import has_vocabulary
 from bytetx.checkpoint.files import (
-    MODULES,
     TRANSFORMERS,
     adapter_base,
+    load_config,
     module_folder,
+    read_modules,
     transformer_folder,
 )
 from bytetx.checkpoint.logit_score import LogitScoreSpec, read_logit_score
 from bytetx.checkpoint.multi_vector import MultiVectorSpec, load_multi_vector_spec
 from bytetx.checkpoint.router import RouterSpec, read_router
-from bytetx.checkpoint.side_files import (
-    FLAG,
-    TEXT,
-    either,
-    integer,
-    list_of,
-    one_of,
-    read_fields,
-    read_json,
-    read_json_objects,
-    table_of,
+from bytetx.checkpoint.sentence_files import (
+    AUTO_ENCODER,
+    DENSE,
+    MODEL,
+    NORM,
+    NORMALIZE,
+    POOLING,
+    POOLING_FLAGS,
+    Schema,
+    TransformerSettings,
+    read_transformer,
 )
+from bytetx.checkpoint.side_files import one_of, read_fields, read_json
 from bytetx.checkpoint.weights import read_header
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.splade import POOLING_STRATEGIES, SPARSE_ACTIVATIONS, SpladeSpec
@@ -79,25 +81,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Softplus": _softplus,
 }
 
-# sentence-transformers wrote one flag a mode before it wrote "pooling_mode".
-_POOLING_FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-# The config file of the Transformer module, under its names over the years.
-_TRANSFORMER_CONFIGS = (
-    "sentence_bert_config.json",
-    "sentence_roberta_config.json",
-    "sentence_distilbert_config.json",
-    "sentence_camembert_config.json",
-    "sentence_xlm-roberta_config.json",
-)
-
-
 _STATIC = "SparseStaticEmbedding"
 # The hub's code of Jina embeddings v3: the Transformer module with the adapters of tasks.
 _JINA_TRANSFORMER = "custom_st.Transformer"
@@ -111,40 +94,16 @@ _SIMILARITIES: dict[str, VectorSimilarity] = {
     "manhattan": "manhattan",
 }
 
-# What is read of each file, and what it must be.
-_MODEL = {
-    "prompts": table_of(TEXT),
-    "default_prompt_name": TEXT,
-    "activation_fn": TEXT,
-    "max_active_dims": integer(1),
-    "similarity_fn_name": TEXT,
-}
-_TRANSFORMER = {"max_seq_length": integer(1), "do_lower_case": FLAG}
-_POOLING = {
-    "pooling_mode": either(TEXT, list_of(TEXT)),
-    **dict.fromkeys(_POOLING_FLAGS, FLAG),
-    "include_prompt": FLAG,
-}
-_DENSE = {
-    "in_features": integer(1),
-    "out_features": integer(1),
-    "bias": FLAG,
-    "use_residual": FLAG,
-    "activation_function": TEXT,
-    "module_input_name": TEXT,
-}
-_AUTO_ENCODER = {
-    "input_dim": integer(1),
-    "hidden_dim": integer(1),
-    "k": integer(1),
-    "normalize": FLAG,
-}
-_NORM = {"dimension": integer(1)}
-_SPLADE = {
-    "pooling_strategy": one_of(*POOLING_STRATEGIES),
-    "activation_function": one_of(*SPARSE_ACTIVATIONS),
-}
+_SPLADE = Schema(
+    used={
+        "pooling_strategy": one_of(*POOLING_STRATEGIES),
+        "activation_function": one_of(*SPARSE_ACTIVATIONS),
+    },
+    harmless=("embedding_dimension", "word_embedding_dimension"),
+)
 _SPLADE_NAMES = {"pooling_strategy": "strategy", "activation_function": "activation"}
+_STATIC_WEIGHTS = Schema(used={}, harmless=("frozen",))
+_DROPOUT = Schema(used={}, harmless=("dropout",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +210,13 @@ class SentenceSpec:
 
     folder: with the files of the transformer; without its weights' changes, which a LoRA adapter
     in the folder `adapter` has.  pooling: modes whose vectors are joined.
-    is_declared: False where there is no modules.json and mean pooling is a guess.
+    is_declared: False where there is no modules.json: pooling is then sentence-transformers' own
+    choice, the last token of a causal language model and the mean of others.
     max_seq_length: sentence-transformers' limit in tokens.  modules: folder and config of what
     follows pooling, in order; `load_modules` reads their weights.
     splade: of a sparse encoder, how its logits are pooled.  max_active_dims: weights that a sparse
     vector keeps.  multi_vector: of a model that gives a vector for each token.
+    truncate_dim: of a dense vector, after all modules, the numbers that are kept.
     similarity: the function that compares vectors, where the checkpoint names one.
     logit_score: of a causal model that scores pairs.  static: the folder of a
     SparseStaticEmbedding, whose weights of tokens need no transformer.
@@ -274,6 +235,7 @@ class SentenceSpec:
     activation_fn: str | None = None
     splade: SpladeSpec | None = None
     max_active_dims: int | None = None
+    truncate_dim: int | None = None
     multi_vector: MultiVectorSpec | None = None
     similarity: VectorSimilarity | None = None
     logit_score: LogitScoreSpec | None = None
@@ -335,13 +297,24 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
     base = base or own
     multi_vector = load_multi_vector_spec(folder, own, base=base)
     if multi_vector is not None:
-        config = _model_config(folder) | _transformer_config(own)
+        settings = read_transformer(own, tasks=("feature-extraction",), is_multi_vector=True)
+        _refuse_chat(own, settings)
+        config = _model_config(folder) | _limits(settings)
         config["prompts"] = multi_vector.prompts
         return SentenceSpec(base, adapter, multi_vector=multi_vector, **config)
     if not path.is_file():
-        return SentenceSpec(folder)
-    spec = SentenceSpec(base, adapter, **_model_config(folder), **_transformer_config(own))
+        return SentenceSpec(folder, pooling=(_default_pooling(folder),))
+    spec = SentenceSpec(base, adapter, **_model_config(folder))
     return _with_modules(spec, _entries(path), own=own)
+
+
+def _default_pooling(folder: Path) -> str:
+    """sentence-transformers' choice for a checkpoint without modules.json."""
+    config = load_config(folder)
+    first = next(iter(config.get("architectures") or ()), "")
+    return (
+        "lasttoken" if first.endswith("ForCausalLM") and config.get("is_causal", True) else "mean"
+    )
 
 
 def load_route_spec(folder: Path, router: RouterSpec, route: str) -> SentenceSpec:
@@ -358,11 +331,12 @@ def load_route_spec(folder: Path, router: RouterSpec, route: str) -> SentenceSpe
                 f"{router.path}: route {route!r:.120} has {others[0]} after {_STATIC}, which is "
                 "not supported"
             )
+        _STATIC_WEIGHTS.read(own / "config.json", may_be_absent=True)
         return SentenceSpec(own, static=own, **_model_config(folder))
     base, adapter = adapter_base(own), None
     if base is not None:
         base, adapter = transformer_folder(base), own
-    spec = SentenceSpec(base or own, adapter, **_model_config(folder), **_transformer_config(own))
+    spec = SentenceSpec(base or own, adapter, **_model_config(folder))
     return _with_modules(spec, entries, own=own)
 
 
@@ -384,36 +358,74 @@ class _Entry:
 
 
 def _entries(path: Path) -> list[_Entry]:
-    entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
+    entries = read_modules(path)
     return [_Entry(str(entry.get("type")), path, entry.get("path")) for entry in entries]
 
 
 def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -> SentenceSpec:
     """The spec with what its modules say.  own: the transformer's folder."""
-    for place, entry in enumerate(entries):
-        kind, path = _module_kind(entry, own), entry.path
+    kinds = [_module_kind(entry, own) for entry in entries]
+    settings = read_transformer(own, tasks=_fitting_tasks(kinds))
+    spec = replace(spec, **_limits(settings))
+    if "LogitScore" not in kinds:
+        _refuse_chat(own, settings)
+    for place, (kind, entry) in enumerate(zip(kinds, entries, strict=True)):
+        path = entry.path
         if (kind in TRANSFORMERS) != (place == 0):
             raise CheckpointError(f"{path}: Transformer must be the first module, and only there")
         if kind == "Pooling":
             pooling = _pooling_config(entry.folder)
             spec = replace(spec, is_declared=True, **pooling)
         elif kind == "SpladePooling":
-            config = read_fields(entry.folder / "config.json", _SPLADE)
+            config = _SPLADE.read(entry.folder / "config.json")
             given = {_SPLADE_NAMES[key]: value for key, value in config.items()}
             spec = replace(spec, splade=SpladeSpec(**given))
         elif kind == "LogitScore":
-            score = read_logit_score(entry.folder, own)
+            score = read_logit_score(entry.folder, own, settings)
             spec = replace(spec, logit_score=score)
+        elif kind == "Dropout":
+            _DROPOUT.read(path.parent / str(entry.place) / "config.json", may_be_absent=True)
         elif kind in _AFTER_POOLING:
-            # Normalize has no files, and hubs drop empty folders.
-            module = entry.folder if kind != "Normalize" else path.parent
-            if kind == "Dense":
-                _check_dense_input(module)
+            # Normalize has no weights, older ones no files, and hubs drop empty folders.
+            module = entry.folder if kind != "Normalize" else path.parent / str(entry.place)
+            _SCHEMAS[kind].read(module / "config.json", may_be_absent=kind == "Normalize")
             spec = replace(spec, modules=(*spec.modules, (kind, module)))
     kinds = [kind for kind, _ in spec.modules]
     if "SparseAutoEncoder" in kinds[:-1]:
         raise CheckpointError(f"{entries[0].path}: SparseAutoEncoder must be the last module")
     return spec
+
+
+def _fitting_tasks(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Tasks that a Transformer can have before modules of these kinds; the first is what a config
+    without one means."""
+    if "SpladePooling" in kinds:
+        # Before version 5.4 the module's class said so, and not its config.
+        return (
+            ("fill-mask",) if kinds[0] == "MLMTransformer" else ("feature-extraction", "fill-mask")
+        )
+    if "LogitScore" in kinds:
+        return ("feature-extraction", "text-generation")
+    if len(kinds) == 1:
+        return ("feature-extraction", "sequence-classification")
+    return ("feature-extraction",)
+
+
+def _limits(settings: TransformerSettings) -> dict[str, Any]:
+    return {
+        "max_seq_length": settings.max_seq_length,
+        "do_lower_case": settings.do_lower_case,
+    }
+
+
+def _refuse_chat(own: Path, settings: TransformerSettings) -> None:
+    """Raises CheckpointError where texts become chats before they are read."""
+    if settings.chat is not None:
+        raise CheckpointError(
+            f"{own / 'sentence_bert_config.json'}: modality_config has message, by which "
+            "sentence-transformers puts each text into the chat template; bytetx supports that "
+            "before LogitScore only"
+        )
 
 
 def load_modules(
@@ -435,13 +447,13 @@ def activation_by_name(name: str, *, source: str) -> Callable[[torch.Tensor], to
 
 
 def _model_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config_sentence_transformers.json"
-    config = read_fields(path, _MODEL, may_be_absent=True)
+    config = MODEL.read(folder / "config_sentence_transformers.json", may_be_absent=True)
     return {
         "prompts": config.get("prompts", {}),
         "default_prompt_name": config.get("default_prompt_name"),
         "activation_fn": config.get("activation_fn"),
         "max_active_dims": config.get("max_active_dims"),
+        "truncate_dim": config.get("truncate_dim"),
         "similarity": _SIMILARITIES.get(config.get("similarity_fn_name", "")),
     }
 
@@ -459,20 +471,12 @@ def _module_kind(entry: _Entry, own: Path) -> str:
     return kind
 
 
-def _transformer_config(folder: Path) -> dict[str, Any]:
-    """The two keys that are read; an absent one is left to its default."""
-    for name in _TRANSFORMER_CONFIGS:
-        if (folder / name).is_file():
-            return read_fields(folder / name, _TRANSFORMER)
-    return {}
-
-
 def _pooling_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    config = read_json(path, _POOLING)
+    config = POOLING.read(path)
     modes = config.get("pooling_mode")
     if modes is None:
-        modes = [mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
+        modes = [mode for flag, mode in POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
     modes = (modes,) if isinstance(modes, str) else tuple(modes)
     unknown = [mode for mode in modes if mode not in POOLING_MODES]
     if unknown or not modes:
@@ -482,16 +486,9 @@ def _pooling_config(folder: Path) -> dict[str, Any]:
     return {"pooling": modes, "include_prompt": config.get("include_prompt") is not False}
 
 
-def _check_dense_input(folder: Path) -> None:
-    path = folder / "config.json"
-    source = read_fields(path, _DENSE).get("module_input_name", "sentence_embedding")
-    if source != "sentence_embedding":
-        raise CheckpointError(f"{path}: a Dense of {source!r:.120} is not supported")
-
-
 def _load_dense(folder: Path, device: torch.device) -> Dense:
     path = folder / "config.json"
-    config = read_fields(path, _DENSE)
+    config = read_fields(path, DENSE.used)
     shape = (config.get("out_features"), config.get("in_features"))
     tensors = _tensors(folder, device)
     has_residual = config.get("use_residual", False)
@@ -512,7 +509,7 @@ def _load_dense(folder: Path, device: torch.device) -> Dense:
 
 def _load_norm(folder: Path, device: torch.device) -> LayerNorm:
     path = folder / "config.json"
-    shape = (read_fields(path, _NORM).get("dimension"),)
+    shape = (read_fields(path, NORM.used).get("dimension"),)
     tensors = _tensors(folder, device)
     return LayerNorm(
         _tensor(tensors, "norm.weight", shape, path), _tensor(tensors, "norm.bias", shape, path)
@@ -521,7 +518,7 @@ def _load_norm(folder: Path, device: torch.device) -> LayerNorm:
 
 def _load_auto_encoder(folder: Path, device: torch.device) -> AutoEncoder:
     path = folder / "config.json"
-    config = read_fields(path, _AUTO_ENCODER)
+    config = read_fields(path, AUTO_ENCODER.used)
     shape = (config.get("hidden_dim", 512), config.get("input_dim"))
     tensors = _tensors(folder, device)
     # safetensors saves a tensor once, and the decoder's is the encoder's.
@@ -571,6 +568,12 @@ def _tensor(
     return tensor.clone()
 
 
+_SCHEMAS = {
+    "Dense": DENSE,
+    "LayerNorm": NORM,
+    "SparseAutoEncoder": AUTO_ENCODER,
+    "Normalize": NORMALIZE,
+}
 # Modules after pooling; Dropout does nothing in inference.
 _AFTER_POOLING: dict[str, Callable[[Path, torch.device], Module]] = {
     "Dense": _load_dense,

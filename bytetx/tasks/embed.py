@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import ClassVar, cast
 
 import numpy as np
@@ -106,6 +108,10 @@ class EmbedTask:
             x = module(x)
         return x
 
+    def size(self, hidden_size: int) -> int:
+        """Numbers of each vector."""
+        return self.dimensions or output_size(hidden_size, self.pooling, self.modules)
+
     def mean(self, chunks: list[np.ndarray]) -> np.ndarray:
         """The vector of a text from the f32 vectors of its chunks, in the task's precision.
 
@@ -114,7 +120,8 @@ class EmbedTask:
         mean: np.ndarray = chunks[0]
         if len(chunks) > 1:
             wide = np.stack(chunks).mean(axis=0, dtype=np.float64)
-            if self.normalize or any(isinstance(module, Normalize) for module in self.modules):
+            normalizes = any(isinstance(module, Normalize) for module in self.modules)
+            if self.normalize or (normalizes and self.dimensions is None):
                 wide /= max(float(np.linalg.norm(wide)), 1e-12)
             mean = wide.astype(np.float32)
         if self.quantizer is not None:
@@ -169,7 +176,7 @@ class DenseMixin(NamedTaskMixin):
             overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
         )
         reader.prompt = self._prompt_of(task, prompt, prompt_name)
-        size = dimensions or output_size(self.spec.output_size, vectors.pooling, vectors.modules)
+        size = vectors.size(self.spec.output_size)
         dtype = None
         if vectors.quantizer is not None and not needs_ranges(vectors.quantizer):
             size, dtype = vectors.quantizer.size(size), vectors.quantizer.dtype
@@ -219,20 +226,25 @@ class DenseMixin(NamedTaskMixin):
         if pooling is not None:
             modes = chosen_modes(pooling, known=POOLING_MODES)
         elif not sentence.is_declared:
-            logger.info("%s names no pooling: mean is used", self.checkpoint.folder)
+            has_chat = self.checkpoint.chat_template is not None
+            _report_pooling(self.checkpoint.folder, modes[0], has_chat=has_chat)
         if normalize is False:
             modules = tuple(module for module in modules if not isinstance(module, Normalize))
         normalizes = any(isinstance(module, Normalize) for module in modules)
         size = output_size(self.spec.output_size, modes, modules)
         check_dimensions(dimensions, size=size)
+        kept = dimensions
+        if kept is None and sentence.truncate_dim is not None and not with_latents:
+            kept = min(sentence.truncate_dim, size)
         return EmbedTask(
             modes,
             modules,
-            dimensions,
+            kept,
             skips_prompt=not sentence.include_prompt,
+            # What the checkpoint cuts off stays cut off: sentence-transformers normalises before.
             normalize=bool(normalize) or (normalizes and dimensions is not None),
             quantizer=make_quantizer(
-                precision, ranges, dim=dimensions or size, device=self.checkpoint.device
+                precision, ranges, dim=kept or size, device=self.checkpoint.device
             ),
         )
 
@@ -249,6 +261,18 @@ def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Modul
             )
         size = getattr(module, "out_features", size)
     return size
+
+
+@lru_cache(64)
+def _report_pooling(folder: Path, mode: str, *, has_chat: bool) -> None:
+    """Says once for each checkpoint which pooling it gets that names none."""
+    logger.info("%s names no pooling: %s is used, as by sentence-transformers", folder, mode)
+    if has_chat and mode == "lasttoken":
+        logger.warning(
+            "%s has no modules.json: embed reads texts as they are, and sentence-transformers puts "
+            "each into the chat template",
+            folder,
+        )
 
 
 class VectorSink:

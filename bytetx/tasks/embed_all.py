@@ -11,7 +11,7 @@ from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
 from bytetx.tasks.call import Call, ListSink
-from bytetx.tasks.embed import EmbedTask, output_size
+from bytetx.tasks.embed import EmbedTask
 from bytetx.tasks.embed_sparse import SparseMixin, SparseTask
 from bytetx.tasks.embed_tokens import TokenVectorMixin, TokenVectorTask
 from bytetx.tasks.options import OnError, Texts
@@ -131,7 +131,7 @@ class EmbedAllMixin(SparseMixin, TokenVectorMixin):
         job: Task[_Vectors] = EmbedAllTask(dense, sparse, tokens)
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.prompt = self._prompt_of(task, prompt, prompt_name)
-        dense_size = output_size(self.spec.output_size, dense.pooling, dense.modules)
+        dense_size = dense.size(self.spec.output_size)
 
         def gather(results: Results[_Vectors | InputError]) -> AllEmbeddings:
             return join_all(

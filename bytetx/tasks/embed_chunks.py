@@ -16,7 +16,7 @@ from bytetx.nn.transformer import Transformer
 from bytetx.requests.spans import SpanReader
 from bytetx.tasks.adapted import routed
 from bytetx.tasks.call import Call
-from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
+from bytetx.tasks.embed import DenseMixin, EmbedTask
 from bytetx.tasks.one_pass import keeps_bad_texts
 from bytetx.tasks.options import OnError, Texts
 from bytetx.tasks.precision import Precision, needs_ranges
@@ -261,7 +261,7 @@ class ChunkMixin(DenseMixin):
 
     def _no_vectors(self, task: EmbedTask, dimensions: int | None) -> np.ndarray:
         """No rows, of the task's size and dtype."""
-        size = dimensions or output_size(self.spec.output_size, task.pooling, task.modules)
+        size = task.size(self.spec.output_size)
         quantizer = task.quantizer
         if quantizer is None:
             return np.empty((0, size), dtype=np.float32)

@@ -138,7 +138,8 @@ class RerankMixin(OnePass):
         if raw_scores:
             name = "torch.nn.Identity"
         task = ScoreTask(head, activation_by_name(name, source="the cross-encoder's config"))
-        pairs = [(query, document) for document in documents]
+        prompt = self.checkpoint.sentence.prompt_text(None, None)
+        pairs = [(prompt + query, document) for document in documents]
         reader = self._reader(truncate=truncate, on_error=on_error)
 
         def gather(scores: Results[Any]) -> Results[Hit]:

@@ -124,12 +124,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="sets max_length, .*; write max_seq_length"):
         bytetx.load(folder, device="cpu")
     config = folder / "1_LogitScore" / "config.json"
-    edit_json(path, processing_kwargs={}, modality_config={})
+    entry = {"method": "forward", "method_output_name": "logits"}
+    edit_json(path, processing_kwargs={}, modality_config={"text": entry})
     edit_json(config, true_token_id=5000)
     with pytest.raises(CheckpointError, match="reads the logits of tokens 5000, 80 of a causal"):
         bytetx.load(folder, device="cpu")
     edit_json(config, module_input_name="scores")
-    with pytest.raises(CheckpointError, match="module_input_name must be one of causal_logits"):
+    with pytest.raises(CheckpointError, match="module_input_name 'scores' is not supported"):
         bytetx.load(folder, device="cpu")
     config.write_text("{}")
     with pytest.raises(CheckpointError, match="lacks true_token_id"):

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bytetx.checkpoint.sentence_files import TRANSFORMER_FILES
 from bytetx.checkpoint.tokenizer_files import TOKENIZER_FILES
 from bytetx.cli.files.records import RankRequest, Record, RecordError
 from bytetx.errors import InputError
@@ -157,7 +158,7 @@ _SIDE_NAMES = {
     "generation_config.json",
     "modules.json",
     "router_config.json",
-    "sentence_bert_config.json",
+    *TRANSFORMER_FILES,
 }
 
 
