@@ -27,7 +27,7 @@ _DTYPES = {
 _MAX_HEADER_BYTES = 100_000_000
 
 # The largest models in use, whose experts are tensors of their own, have some 150 000.
-_MAX_TENSORS = 1 << 19
+_MAX_TENSORS = 1 << 18
 # Those with the most shards have some 200.
 _MAX_SHARDS = 4096
 _MAX_DIMS = 16  # of a tensor; weights have 4 at most
