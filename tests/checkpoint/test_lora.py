@@ -253,7 +253,7 @@ def test_the_tokenizer_and_the_pooling_of_the_base(tmp_path: Path) -> None:
         ({"an_option_of_2030": 1}, "an_option_of_2030 1, an option that bytetx does not know"),
         ({"target_modules": ["key"]}, "changes the module .*query', which is not in target_mod"),
         ({"r": 3}, r"have shapes \(8, 48\) and \(48, 8\), adapter_config.json says rank 3"),
-        ({"r": 0}, "r must be an integer from 1, got 0"),
+        ({"r": 0}, "r must be an integer from 1 to 65536, got 0"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number from 0"),
         ({"rank_pattern": {"query": 2}}, "says rank 2"),
         ({"alpha_pattern": {"(": 2}}, "the pattern '\\(', which is no regular expression"),
