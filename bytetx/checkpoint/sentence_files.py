@@ -299,7 +299,7 @@ def _check_modalities(path: Path, config: Mapping[str, Any], task: str) -> Mappi
             f"{path}: module_output_name {config.get('module_output_name')!r:.120} is not "
             f"supported with transformer_task {task!r}; bytetx takes {name!r}"
         )
-    chat = modalities.get("message")
+    chat: dict[str, Any] | None = modalities.get("message")
     if chat is None and "text" not in modalities:
         raise CheckpointError(f"{path}: modality_config has no text, and bytetx reads texts only")
     for modality in ("text", "message"):
