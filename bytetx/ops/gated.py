@@ -21,6 +21,7 @@ from bytetx.ops.triton_backend import triton_kernels
 GATES = ("gelu", "gelu_tanh", "silu")
 # Gates and values take turns in blocks of this many rows, so that a tile of the product holds both.
 BLOCK = 32
+_ROWS_IN_F32 = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,16 @@ def gate(both: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     if triton is not None and not torch.compiler.is_compiling():
         gated: Tensor = triton.gate_rows(both, w.n, block=w.block, activation=activation)
         return gated
+    if both.is_cuda or both.dtype == torch.float32 or torch.compiler.is_compiling():
+        return _gate(both, w, activation)
+    # In f32, and rounded once; some rows at a time, whose f32 copies stay in a cache.
+    out = both.new_empty((len(both), w.n))
+    for rows, some in zip(both.split(_ROWS_IN_F32), out.split(_ROWS_IN_F32), strict=True):
+        some.copy_(_gate(rows.float(), w, activation))
+    return out
+
+
+def _gate(both: Tensor, w: GatedWeight, activation: str) -> Tensor:
     gates, values = both.view(len(both), w.n // w.block, 2, w.block).unbind(2)
     return (reference.activate(gates, activation) * values).reshape(len(both), w.n)
 
