@@ -87,7 +87,8 @@ def _checkpoints(otherwise: str, text: str, **limits: int) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Runs one command and exits: 0 done, 1 failed, 2 wrong usage, 3 done without
+    malformed records of an input, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if sys.stderr is None:  # closed (2>&-): a file opened next would take its place
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)

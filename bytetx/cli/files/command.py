@@ -36,6 +36,9 @@ from bytetx.cli.files.writer import (
 )
 from bytetx.errors import BytetxError, InputError, OptionError, StepError
 
+# The exit code of a job that is done but for malformed records, whose lines are lost.
+LINES_LOST = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -351,3 +354,5 @@ def _print_closing(console: Console, output: Output, *, task: Task, path: Path |
     tell(console, line)
     if 0 < counts.num_texts == counts.num_errors:
         raise BytetxError(f"every text failed; the errors are in {errors_at or 'the output'}")
+    if counts.num_malformed:
+        raise typer.Exit(LINES_LOST)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from bytetx.cli.files.encoders import Encoder
-from bytetx.cli.files.records import RankRequest, Record, Value
+from bytetx.cli.files.records import MalformedRecord, RankRequest, Record, Value
 from bytetx.cli.files.resume import Counts, Progress, digest_record
 from bytetx.cli.files.writer import Output
 from bytetx.encode.request import RunStats
@@ -91,6 +91,12 @@ def _merge(results: Stream, pending: deque[Record]) -> Iterator[tuple[Record, An
         yield pending[0], pending.popleft().value
 
 
+def _is_malformed(value: object) -> bool:
+    """Whether a record, or one of the documents that it asks for, is a malformed one."""
+    parts = value.documents if isinstance(value, RankRequest) else (value,)
+    return any(isinstance(part, MalformedRecord) for part in parts)
+
+
 class _Rows:
     """Encoded rows that wait for the next commit."""
 
@@ -123,6 +129,7 @@ class _Rows:
             num_texts=self.counts.num_texts + 1,
             num_blank=self.counts.num_blank + (record.value == ""),
             num_errors=self.counts.num_errors + row.is_error,
+            num_malformed=self.counts.num_malformed + _is_malformed(record.value),
         )
 
     def _is_due(self) -> bool:
@@ -142,7 +149,7 @@ class _Rows:
         return replace(
             self.counts,
             num_tokens=start.num_tokens + stats.num_tokens,
-            num_pad_tokens=start.num_pad_tokens + stats.num_pad_tokens,
+            num_pad_tokens=start.num_pad_tokens + (stats.num_pad_tokens or 0),
             num_truncated=start.num_truncated + stats.num_truncated,
             seconds=start.seconds + time.monotonic() - self._start_time,
         )

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _GROUP_ROWS = 4096
+# Of lists and records within each other: Arrow writes more of them, and cannot open the file then.
+_MAX_LEVELS = 32
 
 # A column's type: the name of one of Arrow's, a list of one, or a record of several.
 ColumnType = str | list["ColumnType"] | dict[str, "ColumnType"]
@@ -149,14 +151,16 @@ def _shown_types(
 
 
 def _storable(kind: "pa.DataType") -> "pa.DataType":
-    """The type, or string for one that parquet does not have or that says nothing."""
+    """The type, or string for one that parquet does not have, cannot read or that says nothing."""
     import pyarrow as pa
 
-    def is_storable(kind: pa.DataType) -> bool:
+    def is_storable(kind: pa.DataType, levels: int = 1) -> bool:
+        if levels > _MAX_LEVELS:
+            return False
         if pa.types.is_struct(kind):
             fields = [kind.field(i).type for i in range(kind.num_fields)]
-            return bool(fields) and all(map(is_storable, fields))
-        return is_storable(kind.value_type) if pa.types.is_list(kind) else True
+            return bool(fields) and all(is_storable(field, levels + 1) for field in fields)
+        return is_storable(kind.value_type, levels + 1) if pa.types.is_list(kind) else True
 
     return kind if is_storable(kind) and not pa.types.is_null(kind) else pa.string()
 

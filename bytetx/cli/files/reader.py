@@ -1,24 +1,25 @@
 """Reads records from text, jsonl, csv and parquet; a broken line is a record with its error."""
 
-import csv
 import json
+import re
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from io import BufferedReader
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, cast
 
+from bytetx.cli.files.csv_reader import read_csv
+from bytetx.cli.files.lines import Lines, unreadable
 from bytetx.cli.files.records import (
+    MAX_LEVELS,
     BadLine,
-    RankRequest,
     Record,
-    RecordError,
     Shape,
     Source,
-    Value,
     check_columns,
+    is_too_deep,
     json_name,
     refuse_undecodable,
     take_value,
@@ -33,11 +34,9 @@ _SUFFIXES = {
     ".tsv": "csv",
     ".parquet": "parquet",
 }
+_MAX_PARSED_LEVELS = 600
+_STRINGS, _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"'), re.compile(r"[\[\]{}]")
 _COMPRESSED = {".gz": "zcat", ".bz2": "bzcat", ".xz": "xzcat", ".zst": "zstdcat"}
-_PEEK_BYTES = 8192
-
-# A cell may be as long as a text is; csv's own limit is 128 KiB.
-csv.field_size_limit(sys.maxsize)
 
 
 def open_sources(paths: Sequence[str], *, format: str | None = None) -> list[Source]:
@@ -127,80 +126,21 @@ def _read_source(source: Source, shape: Shape, start_bytes: int) -> Iterator[Rec
 
         yield from read_parquet(source, shape, start_bytes)
         return
-    read = {"text": _read_text, "jsonl": _read_jsonl, "csv": _read_csv}[source.format]
+    read = {"text": _read_text, "jsonl": _read_jsonl, "csv": read_csv}[source.format]
     if source.path is None:
         # typeshed calls it a BinaryIO, which has no peek.
         stdin = cast(BufferedReader, sys.stdin.buffer)
-        yield from read(source, _Lines(stdin, source, start_bytes), shape)
+        yield from read(source, Lines(stdin, source, start_bytes), shape)
         return
     try:
         file = source.path.open("rb")
     except OSError as error:  # it was there a moment ago
-        raise _unreadable(source, error) from error
+        raise unreadable(source, error) from error
     with file:
-        yield from read(source, _Lines(file, source, start_bytes), shape)
+        yield from read(source, Lines(file, source, start_bytes), shape)
 
 
-def _unreadable(source: Source, error: OSError) -> InputError:
-    return InputError(f"{source.name} cannot be read: {error.strerror or error}")
-
-
-class _Lines:
-    """Decoded lines without their ends, counted; undecodable bytes become lone surrogates."""
-
-    def __init__(self, file: BufferedReader, source: Source, start_bytes: int):
-        self._file = file
-        self._source = source
-        self._start_bytes = self.end_bytes = start_bytes
-        self.number = 0
-        try:
-            beginning = file.peek(_PEEK_BYTES)[:_PEEK_BYTES]
-        except OSError as error:
-            raise _unreadable(source, error) from error
-        if b"\0" in beginning:
-            raise InputError(
-                f"{source.name} is not UTF-8 text: it holds NUL bytes; give a text file"
-            )
-
-    def __iter__(self) -> Iterator[str]:
-        return (line.removesuffix("\n").removesuffix("\r") for line in self.with_ends())
-
-    def with_ends(self) -> Iterator[str]:
-        """The same with their ends, as a cell in quotes holds them."""
-        while line := self._read():
-            self.end_bytes += len(line)
-            self.number += 1
-            if self.number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            yield line.decode("utf-8", "surrogateescape")
-        num_bytes = self.end_bytes - self._start_bytes
-        if num_bytes < self._source.size_bytes:
-            raise InputError(
-                f"{self._source.name} became shorter while it was read: {num_bytes:,} of "
-                f"{self._source.size_bytes:,} bytes; nothing may write to it meanwhile"
-            )
-
-    def _read(self) -> bytes:
-        try:
-            return self._file.readline()
-        except OSError as error:
-            raise _unreadable(self._source, error) from error
-
-    def record(
-        self, value: Value | RankRequest, kept: Mapping[str, Any], number: int | None = None
-    ) -> Record:
-        """number: of the line where the record starts, if it is not the last one read."""
-        where = f"{self._source.name} line {number or self.number}"
-        return Record(value, self.end_bytes, where, kept)
-
-    def broken(
-        self, error: Exception, kept: Mapping[str, Any], number: int | None = None
-    ) -> Record:
-        where = f"{self._source.name} line {number or self.number}"
-        return Record(RecordError(where, error), self.end_bytes, where, kept)
-
-
-def _read_text(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
+def _read_text(source: Source, lines: Lines, shape: Shape) -> Iterator[Record]:
     if len(shape.columns) > 1:
         raise InputError(
             f"{source.name} is plain text, which has no columns; pairs need .jsonl, .csv or "
@@ -216,7 +156,7 @@ def _read_text(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
             yield lines.broken(error, shape.kept({}))
 
 
-def _read_jsonl(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
+def _read_jsonl(source: Source, lines: Lines, shape: Shape) -> Iterator[Record]:
     has_read = False
     for line in lines:
         if not line.strip():
@@ -228,6 +168,10 @@ def _read_jsonl(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]
                 check_columns(source, list(row), shape)
             has_read = True
             kept = shape.kept(row)
+            deep = [name for name, value in kept.items() if is_too_deep(value)]
+            if deep:
+                kept |= dict.fromkeys(deep)
+                raise BadLine(f"column {deep[0]!r} is nested more than {MAX_LEVELS} levels deep")
             yield lines.record(take_value(row, shape), kept)
         except BadLine as error:
             yield lines.broken(error, kept)
@@ -235,6 +179,8 @@ def _read_jsonl(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]
 
 def _parse_object(line: str) -> dict[str, Any]:
     refuse_undecodable((line,))
+    if _num_levels(line) > _MAX_PARSED_LEVELS:
+        raise BadLine(f"not JSON that can be read: nested beyond {_MAX_PARSED_LEVELS} levels")
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -244,49 +190,12 @@ def _parse_object(line: str) -> dict[str, Any]:
     return row
 
 
-def _read_csv(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
-    is_tsv = source.path is not None and source.path.suffix.lower() == ".tsv"
-    # Strict, so that a quote that never ends is an error and not a cell as long as the file.
-    rows = csv.reader(lines.with_ends(), delimiter="\t" if is_tsv else ",", strict=True)
-    header = _csv_header(source, rows)
-    check_columns(source, header, shape)
-    while True:
-        number = lines.number + 1
-        kept = shape.kept({})
-        try:
-            cells = next(rows)
-            if not cells:
-                continue
-            if len(cells) != len(header):
-                raise BadLine(f"{len(cells)} cells, where the header has {len(header)}")
-            row = dict(zip(header, cells, strict=True))
-            kept = _kept_cells(row, shape)
-            value = take_value(row, shape)
-            refuse_undecodable(value if isinstance(value, tuple) else (value,))
-            refuse_undecodable(row[name] for name in shape.keep)
-            yield lines.record(value, kept, number)
-        except StopIteration:
-            return
-        except (BadLine, csv.Error) as error:
-            yield lines.broken(error, kept, number)
+def _num_levels(line: str) -> int:
+    """How deep a line of JSON is nested, where that may be beyond _MAX_PARSED_LEVELS; else 0.
 
-
-def _csv_header(source: Source, rows: Iterator[list[str]]) -> list[str]:
-    try:
-        header = next(rows, None)
-    except csv.Error as error:
-        raise InputError(f"{source.name} has no header that can be read: {error}") from error
-    if header is None:
-        raise InputError(f"{source.name} is empty; a csv needs a header line with column names")
-    return header
-
-
-def _kept_cells(row: Mapping[str, str], shape: Shape) -> dict[str, str | None]:
-    """Cells to copy, None where one is not UTF-8."""
-    kept = shape.kept(row)
-    for name, cell in kept.items():
-        try:
-            refuse_undecodable((cell,))
-        except BadLine:
-            kept[name] = None
-    return kept
+    The parser's own limit is the stack that is left, which is another one when a job resumes.
+    """
+    if line.count("[") + line.count("{") <= _MAX_PARSED_LEVELS:
+        return 0
+    brackets = _BRACKETS.findall(_STRINGS.sub("", line))
+    return max(accumulate(1 if bracket in "[{" else -1 for bracket in brackets), default=0)

@@ -7,6 +7,10 @@ from typing import Any
 
 from bytetx.errors import InputError
 
+# Of lists and objects within each other in a value; Python's own stack ends beyond some hundreds.
+MAX_LEVELS = 100
+_MAX_QUOTED = 200  # characters of an input in an error
+
 Chat = list[dict[str, Any]]
 Value = str | tuple[str, str] | list[int] | Chat
 
@@ -20,6 +24,10 @@ class RecordError(InputError):
     def __init__(self, where: str, problem: object):
         super().__init__(f"{where}: {problem}")
         self.problem = str(problem)
+
+
+class MalformedRecord(RecordError):
+    """A record of a csv that is none; its lines are lost."""
 
 
 class BadLine(Exception):
@@ -99,7 +107,7 @@ def check_columns(source: Source, names: Sequence[str], shape: Shape) -> None:
             hint = "" if shape.rank_requests and option == "--column" else f" (give {option})"
             raise InputError(
                 f"{source.name} has no column {column!r}; its columns: "
-                f"{', '.join(names) or 'none'}{hint}"
+                f"{shorten(', '.join(names)) or 'none'}{hint}"
             )
         if names.count(column) > 1:
             raise InputError(f"{source.name} has column {column!r} twice; rename one of them")
@@ -131,6 +139,27 @@ def refuse_undecodable(texts: Iterable[object]) -> None:
             raise BadLine(f"byte 0x{byte:02x} is not UTF-8; convert the file, such as with iconv")
 
 
+def shorten(text: str) -> str:
+    """At most 200 characters of a text, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_QUOTED else f"{line[:_MAX_QUOTED]}..."
+
+
+def is_too_deep(value: object) -> bool:
+    """Whether lists and objects are nested beyond MAX_LEVELS in a value."""
+    level = [value]
+    for _ in range(MAX_LEVELS + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, list | dict)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
+
+
 def json_name(value: Any) -> str:
     """What JSON calls the type of a value, with its article."""
     names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
@@ -144,6 +173,8 @@ def _take(row: Mapping[str, Any], column: str, shape: Shape) -> str | list[int] 
         raise BadLine(f"no column {column!r}; there are: {', '.join(row) or 'none'}")
     value = row[column]
     if shape.chats and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        if is_too_deep(value):
+            raise BadLine(f"column {column!r} is nested more than {MAX_LEVELS} levels deep")
         return value
     return _checked_text(value, f"column {column!r}")
 

@@ -19,12 +19,14 @@ from bytetx.errors import InputError
 class Counts:
     """What a job has done so far, in all its runs.
 
+    num_malformed: records of csv inputs whose lines are lost; each is an error, too.
     num_pad_tokens: tokens that a padded run in batches of 32, in arrival order, computes on top.
     """
 
     num_texts: int = 0
     num_blank: int = 0
     num_errors: int = 0
+    num_malformed: int = 0
     num_truncated: int = 0
     num_tokens: int = 0
     num_pad_tokens: int = 0
