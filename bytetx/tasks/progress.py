@@ -16,6 +16,8 @@ def with_progress(
 ) -> Generator[T, None, None]:
     """The same parts, with a bar while they come; it goes when they end or are closed.
 
+    The bar says "first batch" until the first part is there.
+
     num_done: texts that are done so far.  total: texts; None where nobody knows.
     """
     # Here alone: calls without a bar need none of it, and it takes time to import.
@@ -33,7 +35,7 @@ def with_progress(
     console = Console(stderr=True, highlight=False)
     end = "" if total is None else f"/{total:,}"
     with closing(parts), Progress(*columns, *times, console=console) as progress:
-        row = progress.add_task(title, total=total, texts=f"0{end} texts")
+        row = progress.add_task(title, total=total, texts=f"0{end} texts, first batch")
         for part in parts:
             progress.update(row, completed=num_done(), texts=f"{num_done():,}{end} texts")
             yield part

@@ -12,6 +12,8 @@ from bytetx.cli.files.resume import Counts
 class JobBar:
     """A progress bar of texts and tokens, drawn only where stderr is a terminal.
 
+    Until the first results are there it says "first batch", which takes the longest.
+
     total_bytes: size of all inputs; 0 where it cannot be known, as from a pipe.
     """
 
@@ -27,7 +29,7 @@ class JobBar:
             return _show_nothing
         self._progress = _make_progress(self._console, self._total_bytes > 0)
         self._row = self._progress.add_task(
-            self._title, total=self._total_bytes or None, texts="", rate=""
+            self._title, total=self._total_bytes or None, texts="first batch", rate=""
         )
         self._progress.start()
         return self._show
@@ -103,6 +105,8 @@ def closing_line(counts: Counts, *, what: str, errors_at: str = "") -> str:
     errors = counted(counts.num_errors, "error")
     if counts.num_errors and errors_at:
         errors += f", listed in {errors_at}"
+    if counts.num_malformed:
+        errors += f", {counted(counts.num_malformed, 'malformed record')} of csv among them"
     cut = f"{counts.num_truncated:,} truncated, " if counts.num_truncated else ""
     run = f"{texts}, {counted(counts.num_tokens, 'token')} in {seconds:.1f} s ({rates})"
     return f"{what}: {run}; {pads}; {cut}{errors}"
