@@ -3,6 +3,23 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bytetx.errors import (
+    BytetxError,
+    CheckpointError,
+    ClosedError,
+    DeadlineError,
+    DeviceLostError,
+    DeviceMemoryError,
+    ForkError,
+    GroupError,
+    InputError,
+    NotFiniteError,
+    OptionError,
+    QueueFullError,
+    StepError,
+    TooLongError,
+)
+
 if TYPE_CHECKING:
     from bytetx.async_model import AsyncModel
     from bytetx.hf import unwrap, wrap
@@ -16,9 +33,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncModel",
+    "BytetxError",
+    "CheckpointError",
+    "ClosedError",
+    "DeadlineError",
+    "DeviceLostError",
+    "DeviceMemoryError",
+    "ForkError",
+    "GroupError",
+    "InputError",
     "Model",
+    "NotFiniteError",
+    "OptionError",
     "PackedBatch",
+    "QueueFullError",
     "SamplingParams",
+    "StepError",
+    "TooLongError",
     "__version__",
     "load",
     "maxsim",

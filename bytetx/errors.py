@@ -29,6 +29,10 @@ class StepError(InputError, RuntimeError):
     """A text whose forward pass failed on the device. Other texts are not affected."""
 
 
+class NotFiniteError(StepError):
+    """A text for which the model gave NaN or infinity, as where a dtype's range is too narrow."""
+
+
 class DeviceMemoryError(StepError, MemoryError):
     """A text that does not fit the device's memory, not even alone."""
 

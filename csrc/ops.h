@@ -204,7 +204,7 @@ struct PoolParams {
     int64_t max_seqlen;    // no sequence is longer; total_tokens where nothing better is known
     int64_t hidden_size;
     PoolMode mode;
-    bool normalize;  // divide each vector by max(its l2 norm, 1e-12)
+    bool normalize;  // divide each vector by max(its l2 norm, 1e-12); NaN where that overflows
     DType dtype;
 };
 

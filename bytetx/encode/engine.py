@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bytetx.encode.finite import not_finite_error
 from bytetx.encode.model_runner import Launched, Runner
 from bytetx.encode.open_call import OpenCall, waiters_of, wake
 from bytetx.encode.request import Failure, Requests
@@ -509,29 +510,37 @@ class EncodeEngine:
             return
         end = self._clock()
         starts = [rows.start for rows in step.rows]
-        for first, results in finished:
-            self._deliver(step.rows, starts, first, results)
-        for failure in launched.failures:
+        failures = list(launched.failures)
+        for numbers, results, failed in finished:
+            self._deliver(step.rows, starts, numbers, results)
+            failures += [Failure(number, not_finite_error(number)) for number in failed]
+        for failure in failures:
             self._deliver_failure(step.rows[bisect_right(starts, failure.index) - 1], failure)
         with self._changed:
-            self._count_step(step, end, num_failed=len(launched.failures))
+            self._count_step(step, end, num_failed=len(failures))
             waiters = waiters_of(step.calls)
         wake(waiters)
 
     def _deliver(
-        self, rows: Sequence[_Rows], starts: Sequence[int], first: int, results: Sequence[Any]
+        self,
+        rows: Sequence[_Rows],
+        starts: Sequence[int],
+        numbers: np.ndarray,
+        results: Sequence[Any],
     ) -> None:
-        """Gives each call its share of the results of the rows from `first` on."""
-        stop = first + len(results)
+        """Gives each call its share of the results of the rows `numbers`, which rise."""
+        if not len(numbers):
+            return
+        first, last = int(numbers[0]), int(numbers[-1])
         for own in rows[bisect_right(starts, first) - 1 :]:
-            if own.start >= stop:
+            if own.start > last:
                 return
-            if own.call.is_dropped:
+            start, end = np.searchsorted(numbers, (own.start, own.stop)).tolist()
+            if own.call.is_dropped or start == end:
                 continue
-            start, end = max(own.start, first), min(own.stop, stop)
-            indices = own.indices[start - own.start : end - own.start]
+            indices = own.indices[numbers[start:end] - own.start]
             try:
-                own.call.receiver.put_rows(indices, results[start - first : end - first])
+                own.call.receiver.put_rows(indices, results[start:end])
             except Exception as error:
                 self.fail(own.call, error)
 
@@ -543,7 +552,7 @@ class EncodeEngine:
         error = type(failure.error)(text)
         error.__cause__ = failure.error.__cause__
         if rows.call.keeps_errors:
-            rows.call.num_failed += 1
+            rows.call.failed.add(index)
             rows.call.receiver.fail(index, error)
         else:
             self.fail(rows.call, error)

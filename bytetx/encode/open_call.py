@@ -20,7 +20,7 @@ class Receiver(Protocol):
         ...
 
     def fail(self, index: int, error: InputError) -> None:
-        """A text that the device could not run."""
+        """A text that the device could not run, or whose numbers are not finite."""
         ...
 
 
@@ -31,6 +31,7 @@ class OpenCall(QueuedCall):
     num_calls: of callers, where several run as one.
     num_reading, reading_tokens: texts that are being tokenised, and a guess of their tokens.
     num_open, open_tokens: texts that were queued and have no result yet.
+    failed: indices of texts without a result.
     error: why the call ended early.
     """
 
@@ -45,7 +46,8 @@ class OpenCall(QueuedCall):
         self.num_open = self.open_tokens = 0
         self.error: BaseException | None = None
         self.queue_seconds = self.compute_seconds = 0.0  # sums over texts
-        self.num_computed = self.num_failed = 0
+        self.num_computed = 0
+        self.failed: set[int] = set()
         self.wakes_at = 0  # open tokens below which `waiter` gets its result
         self.wakes_after_reading = False
         self.waiter: asyncio.Future[None] | None = None

@@ -5,10 +5,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypedDict, TypeVar
 
 import numpy as np
 
+from bytetx.encode.finite import finish_finite, not_finite_error
 from bytetx.encode.model_runner import Launched, Runner
 from bytetx.encode.request import Failure, RunCounter, Window
 from bytetx.encode.scheduler import plan_steps
@@ -74,6 +76,9 @@ def run(
     device never waits for results to be collected: the next steps, of the next window too, are
     launched behind the one whose results are awaited.
     """
+    collect = partial(
+        _collect, task=task, runner=runner, counter=counter, keeps_errors=keeps_errors
+    )
     with computing(runner.device), closing(_WindowsAhead(windows, prepare)) as ahead:
         running: deque[_Running] = deque()
         try:
@@ -81,7 +86,7 @@ def run(
                 ahead.check_process()
                 # While no window is ready there is time to collect; queued steps keep running.
                 if running and not ahead.is_ready():
-                    yield _collect(running.popleft(), task, runner, counter)
+                    yield collect(running.popleft())
                     continue
                 window = ahead.take()
                 if window is None:
@@ -89,9 +94,9 @@ def run(
                 for step in _launch_each(window, task, runner, token_budget, keeps_errors):
                     running.append(step)
                     while running and (len(running) > _STEPS_RUNNING or running[0].is_ready()):
-                        yield _collect(running.popleft(), task, runner, counter)
+                        yield collect(running.popleft())
             while running:
-                yield _collect(running.popleft(), task, runner, counter)
+                yield collect(running.popleft())
         finally:
             counter.stop()
 
@@ -111,7 +116,9 @@ def run_at_once(
         try:
             window = prepare(inputs, 0)
             running = list(_launch_each(window, task, runner, token_budget, keeps_errors))
-            return [_collect(step, task, runner, counter) for step in running]
+            return [
+                _collect(step, task, runner, counter, keeps_errors=keeps_errors) for step in running
+            ]
         finally:
             counter.stop()
 
@@ -221,7 +228,9 @@ def _launch_each(
         yield _Running(window, None, is_last=True)
 
 
-def _collect(running: _Running, task: Task[R], runner: Runner, counter: RunCounter) -> Finished[R]:
+def _collect(
+    running: _Running, task: Task[R], runner: Runner, counter: RunCounter, *, keeps_errors: bool
+) -> Finished[R]:
     window, launched = running.window, running.launched
     if running.is_last:
         counter.add_done(len(window.failures))
@@ -230,10 +239,19 @@ def _collect(running: _Running, task: Task[R], runner: Runner, counter: RunCount
             release_heap()  # a short call's only window keeps its pages for the next call
     if launched is None:
         return Finished(window, np.empty(0, dtype=np.int64), [], running.is_last)
-    counter.add_failures(len(launched.failures))
     requests = launched.step.requests
     num_texts = len(requests) if requests.chunks is None else np.count_nonzero(requests.chunks == 0)
     counter.add_done(int(num_texts) + len(launched.failures))
     indices = launched.step.requests.indices
-    results = task.finish(launched.outputs(), launched.step) if len(indices) else []
-    return Finished(window, indices, results, running.is_last, launched.failures)
+    failures = launched.failures
+    results: Sequence[R] = []
+    if len(indices):
+        results, is_finite = finish_finite(task, launched.outputs(), launched.step)
+        if is_finite is not None:
+            bad = indices[~is_finite].tolist()
+            failures += tuple(Failure(index, not_finite_error(index)) for index in bad)
+            indices = indices[is_finite]
+    if failures and not keeps_errors:
+        raise failures[0].error
+    counter.add_failures(failure.index for failure in failures)
+    return Finished(window, indices, results, running.is_last, failures)

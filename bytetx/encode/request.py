@@ -1,7 +1,7 @@
 """Requests: the engine's texts, in columns; failures; and the counts of a run."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -140,28 +140,28 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class RunStats:
-    """What a run computed.
+    """What a run computed. None is what a run does not measure or count.
 
     num_pad_tokens: pad tokens that a padded run in batches of 32, in arrival order, would have
     computed on top.  num_truncated: texts cut to the model's positions.  num_errors: texts that
     failed.  seconds: wall time, tokenisation included.  num_draft_tokens, num_accepted_tokens: of
     generation with num_speculative_tokens, drafted tokens and those of them that were right.
-    Only of an AsyncModel, 0 elsewhere: tokenize_seconds, from the call to the token ids, waits for
+    Of an AsyncModel alone: tokenize_seconds, from the call to the token ids, waits for
     a thread included; queue_seconds, from there to the start of the forward pass, and
     compute_seconds, from its start to its results, each the mean over the texts.
     """
 
     num_texts: int = 0
     num_tokens: int = 0
-    num_pad_tokens: int = 0
+    num_pad_tokens: int | None = None
     num_truncated: int = 0
     num_errors: int = 0
     seconds: float = 0.0
-    tokenize_seconds: float = 0.0
-    queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    tokenize_seconds: float | None = None
+    queue_seconds: float | None = None
+    compute_seconds: float | None = None
+    num_draft_tokens: int | None = None
+    num_accepted_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -171,13 +171,14 @@ class RunCounter:
     The seconds of its phases are set from outside, see RunStats.
     """
 
-    tokenize_seconds: float = 0.0
-    queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
+    tokenize_seconds: float | None = None
+    queue_seconds: float | None = None
+    compute_seconds: float | None = None
     _num_texts: int = 0
     _num_tokens: int = 0
     _num_truncated: int = 0
     _num_errors: int = 0
+    _failed: set[int] = field(default_factory=set)
     _num_done: int = 0
     _num_pad_tokens: int = 0
     _open_batch: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
@@ -201,9 +202,9 @@ class RunCounter:
         self._num_pad_tokens += _pad_tokens(seqlens[:num_full].reshape(-1, _PADDED_BATCH_SIZE))
         self._open_batch = seqlens[num_full:]
 
-    def add_failures(self, num_failures: int) -> None:
-        """Counts texts that were fine, and that the device could not run."""
-        self._num_errors += num_failures
+    def add_failures(self, indices: Iterable[int]) -> None:
+        """Counts texts that were fine and have no result; one of several chunks may come twice."""
+        self._failed.update(indices)
 
     def add_done(self, num_texts: int) -> None:
         """Counts texts that have a result or an error, step by step."""
@@ -228,7 +229,7 @@ class RunCounter:
             num_tokens=self._num_tokens,
             num_pad_tokens=self._num_pad_tokens + _pad_tokens(self._open_batch[np.newaxis]),
             num_truncated=self._num_truncated,
-            num_errors=self._num_errors,
+            num_errors=self._num_errors + len(self._failed),
             seconds=self.seconds(),
             tokenize_seconds=self.tokenize_seconds,
             queue_seconds=self.queue_seconds,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bytetx.encode.finite import finish_finite
 from bytetx.encode.request import Alignment, Requests
 from bytetx.encode.step import Capture, Step, Task, is_head
 from bytetx.nn.transformer import Transformer
@@ -62,13 +63,30 @@ class SharedPass:
             outputs += own
         return tuple(outputs)
 
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        parts = self._split(outputs, step)
+        return np.concatenate([task.are_finite(own, piece) for task, own, piece in parts])
+
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[Any]:
-        return [result for _, results in self.finish_parts(outputs, step) for result in results]
+        parts = self._split(outputs, step)
+        return [result for task, own, piece in parts for result in task.finish(own, piece)]
 
     def finish_parts(
         self, outputs: tuple[np.ndarray, ...], step: Step
-    ) -> Iterator[tuple[int, Sequence[Any]]]:
-        """(number of the first request, results of it and those that follow) of each part."""
+    ) -> Iterator[tuple[np.ndarray, Sequence[Any], list[int]]]:
+        """Of each part: (numbers of requests, rising; their results; numbers of those without one,
+        whose logits or vectors are not finite)."""
+        for task, own, piece in self._split(outputs, step):
+            results, is_finite = finish_finite(task, own, piece)
+            numbers, failed = piece.requests.indices, []
+            if is_finite is not None:
+                numbers, failed = numbers[is_finite], numbers[~is_finite].tolist()
+            yield numbers, results, failed
+
+    def _split(
+        self, outputs: tuple[np.ndarray, ...], step: Step
+    ) -> Iterator[tuple[Task[Any], tuple[np.ndarray, ...], Step]]:
+        """Each part's task with its own outputs and its own step."""
         for number, piece, texts, tokens in self._pieces(step):
             if len(self.parts) == 1:
                 own = outputs
@@ -78,7 +96,7 @@ class SharedPass:
             else:
                 count = self._num_outputs[number]
                 own, outputs = outputs[:count], outputs[count:]
-            yield int(piece.requests.indices[0]), self.parts[number].task.finish(own, piece)
+            yield self.parts[number].task, own, piece
 
     def _pieces(self, step: Step) -> Iterator[tuple[int, Step, slice, slice]]:
         """(number of the part, its own step, its requests and its tokens in this one)"""

@@ -77,6 +77,14 @@ class Task(Protocol[R_co]):
         """The forward pass and the head; tensors stay on the device, and nothing waits for it."""
         ...
 
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        """bool [num_requests]: whether the logits or vectors of each request are finite.
+
+        From compute's tensors on the host, as what `finite.largest` says of them.  The results of
+        other requests are not given to anybody.
+        """
+        ...
+
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> Sequence[R_co]:
         """One result for each request of the step, from compute's tensors on the host."""
         ...

@@ -10,7 +10,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from bytetx.errors import InputError, StepError, TooLongError, shown
+from bytetx.errors import InputError, NotFiniteError, StepError, TooLongError, shown
 from bytetx.generate.output_processor import DetokenizerFactory, OutputState, SpecialTokens
 from bytetx.generate.outputs import RequestOutput, RowResult, StepResult
 from bytetx.generate.scheduler import Scheduler, SchedulerOutput, SequenceState
@@ -235,7 +235,9 @@ class GenerationEngine:
                     self._emit(state, outputs)
                 continue
             elif row.is_stale:
-                row_result = RowResult(prompt_logprobs=result.prompt_logprobs)
+                # The prompt's logits are not computed again; all else of the row is.
+                failure = result.error if isinstance(result.error, NotFiniteError) else None
+                row_result = RowResult(prompt_logprobs=result.prompt_logprobs, error=failure)
             else:
                 row_result = result
                 if result.token_id is not None:

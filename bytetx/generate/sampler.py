@@ -19,6 +19,7 @@ from bytetx.ops.sampling import (
     Filters,
     Penalties,
     adjust_logits,
+    is_bad_row,
     top_logprobs,
 )
 from bytetx.runtime.input_batch import InputBatch
@@ -123,6 +124,8 @@ class Sampler:
             return
         processed, errors = self._apply_processors(metadata, self._adjust(metadata, logits))
         tokens = self._choose(metadata, processed)
+        if params["has_processors"].any():  # one may put numbers where the logits are NaN
+            tokens = torch.where(is_bad_row(logits), -1, tokens)
         if self._counts is not None:
             self._counts.add(self._upload(metadata.slot_indices)[0], tokens.clamp(min=0))
         numbers = np.flatnonzero(params["logprobs"] >= 0)

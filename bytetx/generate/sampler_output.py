@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bytetx.errors import DeviceLostError, InputError, StepError
+from bytetx.errors import DeviceLostError, InputError, NotFiniteError, StepError
 from bytetx.generate.ngram_drafter import num_accepted
 from bytetx.generate.outputs import RowResult, StepResult, TokenLogprob
 from bytetx.generate.scheduler import ScheduledRow
@@ -15,6 +15,12 @@ from bytetx.ops.sampling import TopLogprobs
 _DEVICE_LOST = (
     "the device failed for good by the time of this step: restart the process; with "
     "CUDA_LAUNCH_BLOCKING=1 in its environment the error names the kernel"
+)
+
+
+_OVERFLOW = (
+    "the model may overflow in this dtype (bfloat16 has a wider range than float16), or its "
+    "weights be wrong"
 )
 
 
@@ -36,6 +42,10 @@ class Logprobs:
         columns = (top.chosen, top.ranks, top.values, top.token_ids)
         host = TopLogprobs(*map(_to_host, columns))
         return Logprobs(self.rows, self.counts, _to_host(self.token_ids), host)
+
+    def are_finite(self) -> bool:
+        """Whether the logits were, as far as it shows; the tensors must be on the host."""
+        return bool(self.top.chosen.isfinite().all() and self.top.values.isfinite().all())
 
     def entries(self) -> list[TokenLogprob]:
         """One entry for each token; the tensors must be on the host."""
@@ -125,6 +135,9 @@ class SamplerOutput:
         for part in self.prompt_logprobs:
             whole = results[part.rows[0]]
             assert isinstance(whole, RowResult)  # rows with drafts are behind the prompt
+            if whole.error is None and not part.are_finite():
+                results[part.rows[0]] = RowResult(error=_prompt_error())
+                continue
             entries = (*whole.prompt_logprobs, *part.entries())
             results[part.rows[0]] = whole._replace(prompt_logprobs=entries)
         return results
@@ -139,8 +152,14 @@ def _no_token_error(row: ScheduledRow, num_before: int) -> InputError:
     """num_before: samples of this row before the failed one."""
     num_known = row.start + row.num_tokens - len(row.draft)
     position = num_known + num_before - row.sequence.num_prompt_tokens
-    return StepError(
-        f"no token can be chosen after {position} tokens: the logits are NaN or infinite, or "
-        "logit_bias, min_tokens and logits_processors left none; the model may overflow in this "
-        "dtype (bfloat16 has a wider range than float16)"
-    )
+    start = f"no token can be chosen after {position} tokens: the logits are NaN or infinite"
+    params = row.sequence.params
+    if params.logit_bias or params.min_tokens or params.logits_processors:
+        return StepError(
+            f"{start}, or logit_bias, min_tokens and logits_processors left none; {_OVERFLOW}"
+        )
+    return NotFiniteError(f"{start}; {_OVERFLOW}")
+
+
+def _prompt_error() -> NotFiniteError:
+    return NotFiniteError(f"the logits of the prompt's tokens are NaN or infinite; {_OVERFLOW}")

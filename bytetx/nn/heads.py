@@ -49,7 +49,7 @@ class ClassificationHead:
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [n, hidden_size] -> [n, num_labels], or [n, hidden_size] for a bare pooler."""
         if self.dense is not None:
-            rows = linear(rows, self.dense, activation=self.activation)
+            rows = _activated(rows, self.dense, self.activation)
         if self.norm is not None:
             rows = layer_norm(rows, self.norm.weight, self.norm.bias, eps=self.norm_eps)
         return rows if self.out is None else linear(rows, self.out)
@@ -73,7 +73,7 @@ class MaskedLMHead:
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [n, hidden_size] -> logits [n, vocab_size]."""
         if self.dense is not None:
-            rows = linear(rows, self.dense, activation=self.activation)
+            rows = _activated(rows, self.dense, self.activation)
         if self.norm is not None:
             rows = layer_norm(rows, self.norm.weight, self.norm.bias, eps=self.norm_eps)
         logits = linear(rows, self.decoder)
@@ -136,6 +136,13 @@ class LogitRows:
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
         return self.head.forward(self.x[rows])
+
+
+def _activated(rows: torch.Tensor, weight: LinearWeight, activation: str) -> torch.Tensor:
+    """linear(), where NaN stays NaN: a kernel's own relu may make 0 of it, and a finite logit."""
+    if activation == "relu":
+        return linear(rows, weight).relu_()
+    return linear(rows, weight, activation=activation)
 
 
 def logits_block(vocab_size: int) -> int:

@@ -41,7 +41,7 @@ from bytetx.nn.splade import POOLING_STRATEGIES, SPARSE_ACTIVATIONS, SpladeSpec
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES, pool
-from bytetx.ops.reference import activate
+from bytetx.ops.reference import activate, normalize_rows
 
 # torch's sigmoid, softplus, Mish and ELU round differently in their vector code and in the scalar
 # code for the last elements, so a row's result would depend on its place in the batch. exp, expm1,
@@ -166,7 +166,7 @@ class Normalize:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: f32 [n, size]. On a GPU one kernel, in which no row depends on how many there are."""
         if not x.is_cuda:
-            return F.normalize(x, dim=-1)
+            return normalize_rows(x)
         ends = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
         return pool(x.contiguous(), ends, mode="cls", normalize=True, max_seqlen=1)
 

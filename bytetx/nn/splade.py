@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from bytetx.nn.heads import MaskedLMHead
+from bytetx.ops.largest import largest
 from bytetx.ops.linear import prepare_linear
 from bytetx.ops.pooling import pool
 
@@ -38,11 +39,13 @@ class SparseRows:
     """Sparse vectors one after the other, on the device.
 
     indices: int32 [nnz], rising in each vector.  values: f32 [nnz].  counts: int64 [num_rows].
+    largest: f32 [num_rows], ops.largest of what the activation and the choice of weights see.
     """
 
     indices: torch.Tensor
     values: torch.Tensor
     counts: torch.Tensor
+    largest: torch.Tensor
 
 
 def prepare_splade_head(head: MaskedLMHead) -> MaskedLMHead:
@@ -94,23 +97,21 @@ def splade(
     block_bytes = _BLOCK_BYTES[device.type]
     num_rows = max(_MIN_BLOCK_ROWS, block_bytes // (vocab_size * itemsize))
     most_pooled = max(1, block_bytes // (vocab_size * 4))
-    done: list[SparseRows] = []
+    done: list[tuple[torch.Tensor, ...]] = []
     waiting: list[torch.Tensor] = []
+    extremes = [torch.zeros(0, device=device)]
     for block in _blocks(seqlens, num_rows):
-        waiting.append(_weights(head, hidden_states, block, spec))
+        weights, extreme = _weights(head, hidden_states, block, spec)
+        waiting.append(weights)
+        extremes.append(extreme)
         if sum(map(len, waiting)) >= most_pooled:
             done.append(_compress(torch.cat(waiting), max_active_dims))
             waiting = []
     if waiting or not done:
         rows = torch.cat(waiting) if waiting else torch.zeros((0, vocab_size), device=device)
         done.append(_compress(rows, max_active_dims))
-    if len(done) == 1:
-        return done[0]
-    return SparseRows(
-        torch.cat([rows.indices for rows in done]),
-        torch.cat([rows.values for rows in done]),
-        torch.cat([rows.counts for rows in done]),
-    )
+    columns = done[0] if len(done) == 1 else map(torch.cat, zip(*done, strict=True))
+    return SparseRows(*columns, torch.cat(extremes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,8 @@ def _blocks(seqlens: np.ndarray, num_rows: int) -> Iterator[_Block]:
 
 def _weights(
     head: MaskedLMHead, hidden_states: torch.Tensor, block: _Block, spec: SpladeSpec
-) -> torch.Tensor:
-    """f32 [num_sequences, vocab_size] of a block."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """f32 [num_sequences, vocab_size] of a block, and `largest` of each before it is activated."""
     total, is_max = int(block.seqlens.sum()), spec.strategy == "max"
     pieces = []
     # The cuts depend on the sequence alone, and so does the order in which a sum is taken.
@@ -151,8 +152,9 @@ def _weights(
     reduced = pieces[0]
     for piece in pieces[1:]:
         reduced = torch.maximum(reduced, piece) if is_max else reduced + piece
+    extreme = largest(reduced)
     # The activation only rises, so that it may follow the maximum.
-    return _activate(reduced, spec) if is_max else reduced
+    return (_activate(reduced, spec) if is_max else reduced), extreme
 
 
 def _activate(logits: torch.Tensor, spec: SpladeSpec) -> torch.Tensor:
@@ -178,12 +180,12 @@ def _reduce(x: torch.Tensor, seqlens: np.ndarray, *, is_max: bool) -> torch.Tens
     return torch.stack(reduced).float()
 
 
-def _compress(weights: torch.Tensor, max_active_dims: int | None) -> SparseRows:
-    """Weights f32 [n, vocab_size] without their zeros."""
+def _compress(weights: torch.Tensor, max_active_dims: int | None) -> tuple[torch.Tensor, ...]:
+    """Weights f32 [n, vocab_size] without their zeros: (indices, values, counts) of SparseRows."""
     if max_active_dims is not None and max_active_dims < weights.shape[1]:
         values, columns = weights.topk(max_active_dims, dim=1)
         weights = torch.zeros_like(weights).scatter_(1, columns, values)
     is_active = weights > 0
     rows_columns = is_active.nonzero()
     rows, columns = rows_columns[:, 0], rows_columns[:, 1]
-    return SparseRows(columns.int(), weights[rows, columns], is_active.sum(dim=1))
+    return columns.int(), weights[rows, columns], is_active.sum(dim=1)

@@ -25,7 +25,8 @@ def pool(
     x: [total_tokens, hidden_size], f32, bf16 or f16, contiguous.  cu_seqlens: int32
     [batch_size + 1].  mode: one of POOLING_MODES; weightedmean weighs a token by its index in the
     sequence + 1.  first_tokens: int32 [batch_size], tokens skipped at each start (an excluded
-    prompt).  normalize: divide each vector by its l2 norm (at least 1e-12).
+    prompt).  normalize: divide each vector by its l2 norm (at least 1e-12); where that
+    overflows, the vector is NaN.
     max_seqlen: tokens; no sequence is longer. None where only the device knows the lengths: a GPU
     then looks for long ones, at about 2 us.
     Returns f32 [batch_size, hidden_size]; a sequence with no token left is zeros.  Rows of x that

@@ -439,7 +439,13 @@ def pool(
     else:
         pooled = _reduce_segments(x.float(), offsets, skipped, num_kept, mode)
     pooled = torch.where(num_kept[:, None] > 0, pooled, 0.0)
-    return F.normalize(pooled, dim=-1) if normalize else pooled
+    return normalize_rows(pooled) if normalize else pooled
+
+
+def normalize_rows(x: Tensor) -> Tensor:
+    """x / max(its l2 norm, 1e-12), row by row; NaN, not 0, where the norm overflows."""
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-12)
+    return x / norms.masked_fill_(norms.isinf(), torch.nan)
 
 
 def _reduce_segments(

@@ -58,6 +58,9 @@ class AdaptedTask:
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
         return self.task.compute(self.transformer, step)
 
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return self.task.are_finite(outputs, step)
+
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> Sequence[Any]:
         return self.task.finish(outputs, step)
 

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_not_negative, check_positive, check_top_k
+from bytetx.encode.finite import are_finite
 from bytetx.encode.request import Alignment
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.largest import largest
 from bytetx.requests.questions import QuestionReader
 from bytetx.tasks.call import Call
 from bytetx.tasks.classify import softmax
@@ -59,8 +61,13 @@ class AnswerTask:
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """f32 [total_tokens, 2]: logits of each token as an answer's first and its last one."""
-        return (self.head.forward(hidden_states).float(),)
+        """f32 [total_tokens, 2], logits of each token as an answer's first and its last one, and
+        f32 [total_tokens], `largest` of each."""
+        logits = self.head.forward(hidden_states).float()
+        return logits, largest(logits)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[1], step.requests.seqlens)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[ChunkAnswers]:
         ends = np.cumsum(step.requests.seqlens)[:-1]

@@ -15,10 +15,10 @@ from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.open_call import OpenCall
 from bytetx.encode.request import Failure, Requests, RunCounter, Window
 from bytetx.encode.scheduler import MAX_WINDOW_STEPS, windows
-from bytetx.errors import InputError
+from bytetx.errors import InputError, NotFiniteError
 from bytetx.requests.inputs import Input
 from bytetx.tasks.call import Call, Sink
-from bytetx.tasks.chunks import ChunkTask
+from bytetx.tasks.chunks import ChunkTask, merge_parts
 from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.progress import num_texts
 from bytetx.tasks.reading_pool import Reading, ReadingPool
@@ -53,15 +53,17 @@ class CallRun(Generic[T]):
         sink = call.new_sink(num_texts(check_iterable("texts", call.texts)))
         self._sink = sink
         merge, task = call.merge, call.task
-        receiver = sink if merge is None else _ChunkSink(sink, merge)
+        keeps_errors = call.reader.keeps_errors
+        receiver = sink if merge is None else _ChunkSink(sink, merge, keeps_errors=keeps_errors)
         self._chunks = receiver if isinstance(receiver, _ChunkSink) else None
         self.open = OpenCall(
             task if merge is None else ChunkTask(task),
             receiver,
             priority=priority,
-            keeps_errors=call.reader.keeps_errors,
+            keeps_errors=keeps_errors,
         )
         self._counter = RunCounter()
+        self._tokenize_seconds = 0.0
         self._failures: list[Failure] = []  # of texts that were refused
         self._reading, self._called = (0, 0), 0.0  # as announced, and when
 
@@ -123,7 +125,7 @@ class CallRun(Generic[T]):
         self._failures += window.failures
         if self._chunks is not None:
             self._chunks.expect(window.requests)
-        self._counter.tokenize_seconds += time.perf_counter() - self._called
+        self._tokenize_seconds += time.perf_counter() - self._called
         num_read, tokens = self._reading
         self._engine.submit(self.open, window.requests, num_read=num_read, tokens=tokens)
 
@@ -135,8 +137,9 @@ class CallRun(Generic[T]):
         for failure in self._failures:
             self._sink.fail(failure.index, failure.error)
         chunks = self._chunks
-        self._counter.add_failures(self.open.num_failed if chunks is None else chunks.num_failed)
+        self._counter.add_failures(self.open.failed if chunks is None else chunks.failed)
         count = max(self.open.num_computed, 1)
+        self._counter.tokenize_seconds = self._tokenize_seconds
         self._counter.queue_seconds = self.open.queue_seconds / count
         self._counter.compute_seconds = self.open.compute_seconds / count
         self._counter.stop()
@@ -146,11 +149,11 @@ class CallRun(Generic[T]):
 class _ChunkSink:
     """Makes one result of those of a text's chunks, as soon as all are there."""
 
-    def __init__(self, sink: Sink[Any], merge: Callable[[list[Any]], Any]):
-        self._sink, self._merge = sink, merge
+    def __init__(self, sink: Sink[Any], merge: Callable[[list[Any]], Any], *, keeps_errors: bool):
+        self._sink, self._merge, self._keeps_errors = sink, merge, keeps_errors
         self._num_chunks: dict[int, int] = {}
         self._chunks: dict[int, list[tuple[int, Any]]] = {}
-        self.num_failed = 0  # texts
+        self.failed: set[int] = set()  # texts
 
     def expect(self, requests: Requests) -> None:
         """Texts, by their chunks, before any of these is queued."""
@@ -164,16 +167,17 @@ class _ChunkSink:
             chunks = self._chunks.setdefault(index, [])
             chunks.append(chunk)
             if len(chunks) == self._num_chunks[index]:
+                whole = merge_parts(index, chunks, self._merge)
+                if isinstance(whole, NotFiniteError):
+                    if not self._keeps_errors:
+                        raise whole
+                    self.fail(index, whole)
+                    continue
                 del self._num_chunks[index], self._chunks[index]
-                whole = self._merge([result for _, result in sorted(chunks, key=_number)])
                 self._sink.put_rows(np.array([index]), [whole])
 
     def fail(self, index: int, error: InputError) -> None:
         if self._num_chunks.pop(index, None) is not None:
             self._chunks.pop(index, None)
-            self.num_failed += 1
+            self.failed.add(index)
             self._sink.fail(index, error)
-
-
-def _number(chunk: tuple[int, Any]) -> int:
-    return chunk[0]

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.encode.finite import not_finite_error
 from bytetx.encode.pipeline import Finished
-from bytetx.encode.request import Failure
+from bytetx.encode.request import Failure, RunCounter
 from bytetx.encode.step import Capture, Step, Task, is_head
-from bytetx.errors import OptionError, shown
+from bytetx.errors import NotFiniteError, OptionError, shown
 from bytetx.nn.transformer import Transformer
 from bytetx.requests.inputs import InputReader
 
@@ -47,6 +48,9 @@ class ChunkTask(Generic[R]):
         assert is_head(self.task)  # shares_pass says so
         return self.task.reduce(hidden_states, step)
 
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return self.task.are_finite(outputs, step)
+
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[tuple[int, R]]:
         results = self.task.finish(outputs, step)
         if isinstance(results, np.ndarray):
@@ -56,12 +60,29 @@ class ChunkTask(Generic[R]):
         return list(zip(numbers, results, strict=True))
 
 
-def merge_chunks(
-    finished: Generator[Finished[tuple[int, R]], None, None], merge: Callable[[list[R]], S]
-) -> Generator[Finished[S], None, None]:
-    """One step a window, with one result a text: merge(results of its chunks, in order).
+def merge_parts(
+    index: int, parts: list[tuple[int, R]], merge: Callable[[list[R]], S]
+) -> S | NotFiniteError:
+    """merge(results of a text's chunks, in order), or why the text has no result.
 
-    A text of which a chunk failed is a failure.
+    index: of the text.  parts: (the chunk's number, its result), in any order.
+    """
+    whole = merge([result for _, result in sorted(parts, key=lambda part: part[0])])
+    if isinstance(whole, np.ndarray) and not np.isfinite(whole).all():  # in half floats
+        return not_finite_error(index)
+    return whole
+
+
+def merge_chunks(
+    finished: Generator[Finished[tuple[int, R]], None, None],
+    merge: Callable[[list[R]], S],
+    *,
+    counter: RunCounter,
+    keeps_errors: bool,
+) -> Generator[Finished[S], None, None]:
+    """One step a window, with one result a text, by merge_parts.
+
+    A text of which a chunk failed is a failure.  counter, keeps_errors: as of pipeline.run.
     """
     parts: dict[int, list[tuple[int, R]]] = {}
     failures: dict[int, Failure] = {}
@@ -73,19 +94,24 @@ def merge_chunks(
             if not step.is_last:
                 continue
             indices = sorted(parts.keys() - failures.keys())
-            results = [merge(_in_order(parts[index])) for index in indices]
+            results: dict[int, S] = {}
+            for index in indices:
+                whole = merge_parts(index, parts[index], merge)
+                if not isinstance(whole, NotFiniteError):
+                    results[index] = whole
+                elif keeps_errors:
+                    failures[index] = Failure(index, whole)
+                else:
+                    raise whole
+            counter.add_failures(failures)
             yield Finished(
                 step.window,
-                np.array(indices, dtype=np.int64),
-                results,
+                np.array(list(results), dtype=np.int64),
+                list(results.values()),
                 is_last=True,
                 failures=[failures[index] for index in sorted(failures)],
             )
             parts, failures = {}, {}
-
-
-def _in_order(parts: list[tuple[int, R]]) -> list[R]:
-    return [result for _, result in sorted(parts, key=lambda part: part[0])]
 
 
 def chosen_overflow(overflow: object, *, truncate: bool, stride: object) -> Overflow:

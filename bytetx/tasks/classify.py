@@ -8,9 +8,11 @@ import numpy as np
 import torch
 
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Capture, Step
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.largest import largest
 from bytetx.tasks.results import Label
 
 
@@ -61,8 +63,12 @@ class ClassifyTask:
         return self.reduce(transformer.forward(step.batch), step)
 
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """f32 [batch_size, num_labels] from the last hidden states."""
-        return (_logits(self.head, hidden_states, step),)
+        """(f32 [batch_size, num_labels], `largest` of each) from the last hidden states."""
+        logits = _logits(self.head, hidden_states, step)
+        return logits, largest(logits)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[1])
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Label]]:
         return [self.best(row) for row in self.scores(outputs[0])]
@@ -97,6 +103,9 @@ class ChunkScoresTask:
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         return self.task.reduce(hidden_states, step)
 
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return self.task.are_finite(outputs, step)
+
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
         return list(self.task.scores(outputs[0].copy()))
 
@@ -122,8 +131,14 @@ class ScoreTask:
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """f32 [batch_size, 1] from the last hidden states."""
-        return (self.activation(_logits(self.head, hidden_states, step)),)
+        """(scores, logits), f32 [batch_size, 1] each, from the last hidden states."""
+        logits = _logits(self.head, hidden_states, step)
+        return self.activation(logits), logits
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        """The logits, too: a sigmoid makes 1 of infinity."""
+        both: np.ndarray = are_finite(outputs[0][:, 0]) & are_finite(outputs[1][:, 0])
+        return both
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[float]:
         scores: list[float] = outputs[0][:, 0].tolist()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from bytetx.arguments import check_dimensions, chosen_modes
+from bytetx.encode.finite import are_finite
 from bytetx.encode.request import RunStats
 from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError, OptionError
@@ -28,6 +29,7 @@ from bytetx.tasks.precision import (
     make_quantizer,
     needs_ranges,
     quantize_all,
+    quantized,
 )
 from bytetx.tasks.results import Embeddings
 
@@ -69,13 +71,11 @@ class EmbedTask:
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """[batch_size, dimensions] from the last hidden states."""
+        """([batch_size, dimensions], f32 [batch_size]) from the last hidden states: `vectors`."""
         batch = step.batch
         first_tokens = step.prompt_tokens if self.skips_prompt else None
-        return (
-            self.vectors(
-                hidden_states, batch.cu_seqlens, first_tokens, max_seqlen=batch.max_seqlen
-            ),
+        return self.vectors(
+            hidden_states, batch.cu_seqlens, first_tokens, max_seqlen=batch.max_seqlen
         )
 
     def vectors(
@@ -85,8 +85,11 @@ class EmbedTask:
         first_tokens: torch.Tensor | None = None,
         *,
         max_seqlen: int,
-    ) -> torch.Tensor:
-        """The pooled rows of each sequence through all modules; arguments as of ops.pool."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pooled rows of each sequence through all modules, and `largest` of each.
+
+        The arguments are those of ops.pool.
+        """
         modules = self._all_modules()
         # The pooling kernel also normalises; torch would read the rows three more times.
         is_normalized = (
@@ -106,7 +109,7 @@ class EmbedTask:
         x = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
         for module in modules[is_normalized:]:
             x = module(x)
-        return x
+        return quantized(x, self.quantizer)
 
     def size(self, hidden_size: int) -> int:
         """Numbers of each vector."""
@@ -129,15 +132,16 @@ class EmbedTask:
         return mean
 
     def _all_modules(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
-        """All that is applied to the pooled rows, in order."""
+        """All that is applied to the pooled rows before they are quantised, in order."""
         modules: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.modules]
         if self.dimensions is not None:
             modules.append(lambda x: x[:, : self.dimensions].contiguous())
         if self.normalize:
             modules.append(Normalize())
-        if self.quantizer is not None:
-            modules.append(self.quantizer)
         return tuple(modules)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[1])
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
         """[num_texts, dimensions]: a row for each text."""

@@ -71,12 +71,18 @@ class EmbedAllTask:
         tokens = self.tokens.reduce(hidden_states, step)
         return (*dense, *tokens, *self.sparse.reduce(hidden_states, step))
 
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        dense, tokens, sparse = outputs[:2], outputs[2:4], outputs[4:]
+        every: np.ndarray = self.dense.are_finite(dense, step)
+        every &= self.tokens.are_finite(tokens, step)
+        every &= self.sparse.are_finite(sparse, step)
+        return every
+
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[_Vectors]:
-        dense, tokens, *sparse = outputs
         parts = zip(
-            self.dense.finish((dense,), step),
-            self.sparse.finish(tuple(sparse), step),
-            self.tokens.finish((tokens,), step),
+            self.dense.finish(outputs[:2], step),
+            self.sparse.finish(outputs[4:], step),
+            self.tokens.finish(outputs[2:4], step),
             strict=True,
         )
         return [(row.copy(), weights, matrix) for row, weights, matrix in parts]

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bytetx.encode.finite import are_finite
 from bytetx.encode.request import Alignment, Requests, Span
 from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError, OptionError, shown
@@ -51,11 +52,14 @@ class EmbedSpansTask:
         picked = hidden_states[torch.from_numpy(rows).to(device)]
         bounds = torch.from_numpy(cu_seqlens).to(device)
         longest = int(np.diff(cu_seqlens).max(initial=0))
-        return (self.task.vectors(picked, bounds, max_seqlen=longest),)
+        return self.task.vectors(picked, bounds, max_seqlen=longest)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[1], _num_spans(step.requests))
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
-        counts = [len(alignment.spans) for alignment in _alignments(step.requests)]
-        return [rows.copy() for rows in np.split(outputs[0], np.cumsum(counts)[:-1])]
+        ends = np.cumsum(_num_spans(step.requests))[:-1]
+        return [rows.copy() for rows in np.split(outputs[0], ends)]
 
     def _layout(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
         """(rows of all spans, int64; bounds of each span in them, int32)"""
@@ -81,6 +85,11 @@ class EmbedSpansTask:
 def _alignments(requests: Requests) -> Sequence[Alignment]:
     assert requests.alignments is not None  # SpanReader gives them
     return requests.alignments
+
+
+def _num_spans(requests: Requests) -> np.ndarray:
+    """int64 [num_texts]"""
+    return np.array([len(alignment.spans) for alignment in _alignments(requests)], dtype=np.int64)
 
 
 class ChunkMixin(DenseMixin):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_positive
+from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.heads import MaskedLMHead
@@ -47,7 +48,7 @@ class SpladeTask:
         return self.reduce(transformer.forward(step.batch), step)
 
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """(indices, values, counts) from the last hidden states."""
+        """(indices, values, counts, largest), as of SparseRows, from the last hidden states."""
         rows = splade(
             self.head,
             hidden_states,
@@ -55,10 +56,13 @@ class SpladeTask:
             spec=self.spec,
             max_active_dims=self.max_active_dims,
         )
-        return rows.indices, rows.values, rows.counts
+        return rows.indices, rows.values, rows.counts, rows.largest
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[3])
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> PackedSparse:
-        indices, values, counts = outputs
+        indices, values, counts, _ = outputs
         indptr = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=indptr[1:])
         return PackedSparse(indices, values, indptr)
@@ -91,7 +95,10 @@ class TokenWeightTask:
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """f32 [total_tokens, 1] from the last hidden states."""
-        return (linear(hidden_states, self.weight).float().relu_(),)
+        return (linear(hidden_states, self.weight).float(),)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[0][:, 0], step.requests.seqlens)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[SparseVector]:
         weights = np.split(outputs[0][:, 0], step.requests.cu_seqlens[1:-1])
@@ -135,14 +142,17 @@ class LatentTask:
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """(indices int32, values f32), [batch_size, k] each, from the last hidden states."""
-        (latents,) = self.dense.reduce(hidden_states, step)
+        """Indices int32 and values f32, [batch_size, k], and f32 [batch_size] of all latents."""
+        latents, extreme = self.dense.reduce(hidden_states, step)
         values, indices = latents.topk(self.k, dim=1)
-        return indices.int(), values
+        return indices.int(), values, extreme
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[2])
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[SparseVector]:
         vectors = []
-        for indices, values in zip(*outputs, strict=True):
+        for indices, values in zip(*outputs[:2], strict=True):
             order = np.argsort(indices)
             order = order[values[order] > 0]
             vectors.append(SparseVector(indices[order], values[order]))
@@ -173,6 +183,10 @@ class StaticWeightTask:
 
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         return (hidden_states.new_empty(0),)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        """All: the weights are checked when they are loaded."""
+        return np.ones(len(step.requests), dtype=bool)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[SparseVector]:
         return [self._vector(token_ids) for token_ids in step.requests.split()]

@@ -11,6 +11,7 @@ import torch
 from bytetx.arguments import check_text
 from bytetx.checkpoint.multi_vector import MultiVectorSpec, TokenPoolingSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.sentence_modules import Normalize
@@ -22,7 +23,13 @@ from bytetx.tasks.call import Call
 from bytetx.tasks.embed import output_size
 from bytetx.tasks.one_pass import OnePass
 from bytetx.tasks.options import No, OnError, Raise, Return, Texts, TokenOptions, Yes
-from bytetx.tasks.precision import Precision, Quantizer, make_quantizer, needs_ranges
+from bytetx.tasks.precision import (
+    Precision,
+    Quantizer,
+    make_quantizer,
+    needs_ranges,
+    quantized,
+)
 from bytetx.tasks.results import Stream
 from bytetx.tasks.token_pooling import check_token_pooling, pool_tokens
 from bytetx.tasks.vectors import TokenEmbeddings, token_sink
@@ -79,12 +86,14 @@ class TokenVectorTask:
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """[total_tokens, dimensions] from the last hidden states."""
+        """([total_tokens, dimensions], f32 [total_tokens]) from the last hidden states."""
         x = hidden_states
         for module in self.modules:
             x = module(x)
-        quantizer = self._on_device
-        return (x if quantizer is None else quantizer(x),)
+        return quantized(x, self._on_device)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[1], step.requests.seqlens)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
         vectors, requests = outputs[0], step.requests

@@ -10,10 +10,12 @@ import torch
 
 from bytetx.arguments import text_fault
 from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Step
 from bytetx.errors import InputError, shown
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.largest import largest
 from bytetx.ops.log_softmax import log_softmax
 from bytetx.tasks.results import Fill
 
@@ -50,26 +52,33 @@ class FillMaskTask:
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """(scores, token ids) [masks, top_k] from the last hidden states."""
+        """(scores, token ids) [masks, top_k] and f32 [masks], `largest` of the logits."""
         is_mask = step.requests.token_ids == self.tokenizer.mask_token_id
         rows = torch.from_numpy(np.flatnonzero(is_mask))
         if hidden_states.is_cuda:  # pinned, or the copy would wait for the device
             rows = rows.pin_memory().to(hidden_states.device, non_blocking=True)
         blocks = hidden_states[rows].split(_MAX_MASK_ROWS)
-        scores, tokens = zip(*(self._best(block) for block in blocks), strict=True)
-        return torch.cat(scores), torch.cat(tokens)
+        columns = zip(*(self._best(block) for block in blocks), strict=True)
+        return tuple(map(torch.cat, columns))
 
-    def _best(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and token ids [n, top_k] of mask rows [n, hidden_size]."""
-        scores = log_softmax(self.head.forward(rows)).exp()  # [n, vocab_size]
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        is_mask = step.requests.token_ids == self.tokenizer.mask_token_id
+        before = np.concatenate([[0], np.cumsum(is_mask)])  # masks before each token
+        return are_finite(outputs[2], np.diff(before[step.requests.cu_seqlens]))
+
+    def _best(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Scores and token ids [n, top_k] of mask rows [n, hidden_size], and `largest` [n]."""
+        logits = self.head.forward(rows)
+        scores = log_softmax(logits).exp()  # [n, vocab_size]
+        extreme = largest(logits)
         if self.target_ids is None:
             best, token_ids = scores.topk(min(self.top_k, scores.shape[1]))
-            return best, token_ids
+            return best, token_ids, extreme
         best, places = scores[:, self.target_ids].topk(min(self.top_k, len(self.target_ids)))
-        return best, self.target_ids[places]
+        return best, self.target_ids[places], extreme
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Fill]]:
-        scores, tokens = (output.tolist() for output in outputs)
+        scores, tokens = (output.tolist() for output in outputs[:2])
         results, row = [], 0
         for token_ids in step.requests.split():
             masks = np.flatnonzero(token_ids == self.tokenizer.mask_token_id)

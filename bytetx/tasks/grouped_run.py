@@ -121,7 +121,7 @@ class GroupedRun(CallRun[Embeddings]):
                 num_tokens=int(self._num_tokens[number]),
                 num_truncated=int(self._num_truncated[number]),
                 seconds=self._counter.seconds(),
-                tokenize_seconds=self._counter.tokenize_seconds,
+                tokenize_seconds=self._tokenize_seconds,
                 queue_seconds=self.open.queue_seconds / computed,
                 compute_seconds=self.open.compute_seconds / computed,
             )

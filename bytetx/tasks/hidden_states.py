@@ -2,12 +2,15 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
 
+from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Step
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.largest import largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,14 @@ class HiddenStatesTask:
             num_seen += 1
 
         transformer.forward(step.batch, on_layer=select)
-        return tuple(selected[layer] for layer in self.layers)
+        layers = tuple(selected[layer] for layer in self.layers)
+        return (*layers, reduce(torch.maximum, map(largest, layers)))
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[-1], step.requests.seqlens)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
         """f32 [len(layers), num_tokens, hidden_size] a text."""
         ends = np.cumsum(step.requests.seqlens)[:-1]
-        pieces = [np.split(layer, ends) for layer in outputs]
+        pieces = [np.split(layer, ends) for layer in outputs[:-1]]
         return [np.stack(rows) for rows in zip(*pieces, strict=True)]

@@ -88,7 +88,11 @@ class OnePass:
         check_iterable("texts", texts)
         cut = windows(texts, estimate_tokens=reader.estimate_tokens, token_budget=self.token_budget)
         start = partial(run, cut, reader.read, **self._engine(reader, counter))
-        steps = start(task) if merge is None else merge_chunks(start(ChunkTask(task)), merge)
+        if merge is None:
+            steps = start(task)
+        else:
+            chunks = start(ChunkTask(task))
+            steps = merge_chunks(chunks, merge, counter=counter, keeps_errors=reader.keeps_errors)
         if not show_progress:
             return steps
         return with_progress(steps, counter.num_done, title=call.title, total=num_texts(texts))

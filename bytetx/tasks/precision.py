@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from bytetx.errors import OptionError, shown
+from bytetx.ops.largest import largest
 
 Precision = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
 
@@ -79,6 +80,17 @@ class Quantizer:
         if self.precision == "uint8":
             return values.to(torch.uint8)
         return (values - 128).to(torch.int8)
+
+
+def quantized(x: torch.Tensor, quantizer: Quantizer | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the vectors in their precision, f32 [n], `largest` of each) of f32 vectors [n, dim].
+
+    Integers hide what is not finite, and half floats have a narrower range than f32.
+    """
+    if quantizer is None:
+        return x, largest(x)
+    rows = quantizer(x)
+    return rows, largest(rows if rows.is_floating_point() else x)
 
 
 def make_quantizer(

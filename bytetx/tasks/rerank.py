@@ -9,6 +9,7 @@ import torch
 
 from bytetx.arguments import check_iterable, check_text, check_top_k, text_fault
 from bytetx.checkpoint.logit_score import LogitScoreSpec
+from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.heads import LmHead
@@ -53,14 +54,19 @@ class YesNoTask:
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """f32 [batch_size] from the last hidden states."""
+        """(scores, logits before the activation), f32 [batch_size], from the last hidden states."""
         x = hidden_states
         last = pool(x, step.batch.cu_seqlens, mode="lasttoken").to(x.dtype)
         logits = self.head.forward(last)
         scores = logits[:, self.yes]
         if self.no is not None:
             scores = scores - logits[:, self.no]
-        return (self.activation(scores.float()),)
+        scores = scores.float()
+        return self.activation(scores), scores
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        both: np.ndarray = are_finite(outputs[0]) & are_finite(outputs[1])
+        return both
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[float]:
         scores: list[float] = outputs[0].tolist()

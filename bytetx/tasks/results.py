@@ -159,7 +159,7 @@ class Results(list[T]):
         self.errors = errors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Embeddings:
     """Vectors [num_texts, dimensions] in the caller's order, f32 or in the precision asked for.
 
@@ -174,6 +174,9 @@ class Embeddings:
     def shape(self) -> tuple[int, ...]:
         return self.vectors.shape
 
+    def __repr__(self) -> str:
+        return short_repr(self, shape=self.shape, dtype=self.vectors.dtype)
+
     def __len__(self) -> int:
         return len(self.vectors)
 
@@ -185,6 +188,15 @@ class Embeddings:
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.vectors, dtype=dtype, copy=copy)
+
+
+def short_repr(result: object, **facts: object) -> str:
+    """One line on a result of many numbers.  facts: beside the number of its errors."""
+    errors = getattr(result, "errors", None)
+    if errors is not None:
+        facts["errors"] = len(errors)
+    named = ", ".join(f"{name}={fact}" for name, fact in facts.items())
+    return f"{type(result).__name__}({named})"
 
 
 class Stream(Iterator[T], Generic[T]):

@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Step
 from bytetx.nn.heads import LmHead
 from bytetx.nn.transformer import Transformer
@@ -41,10 +42,19 @@ class LikelihoodTask:
         targets = step.batch.input_ids[rows + 1].long()
         return (self.head.log_likelihoods(hidden_states, targets, rows=rows),)
 
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        """A log-softmax is NaN or -inf wherever its logits are not finite."""
+        return are_finite(outputs[0], _num_scored(step.requests.seqlens))
+
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[Likelihood]:
-        num_scored = np.maximum(step.requests.seqlens - 1, 0)
-        pieces = np.split(outputs[0], np.cumsum(num_scored)[:-1])
+        pieces = np.split(outputs[0], np.cumsum(_num_scored(step.requests.seqlens))[:-1])
         return [Likelihood(float(piece.sum(dtype=np.float64)), piece) for piece in pieces]
+
+
+def _num_scored(seqlens: np.ndarray) -> np.ndarray:
+    """Tokens of each text that have one before them."""
+    num_scored: np.ndarray = np.maximum(seqlens - 1, 0)
+    return num_scored
 
 
 def _rows_before_a_token(seqlens: np.ndarray) -> torch.Tensor:

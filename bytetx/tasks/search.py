@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bytetx.arguments import check_top_k
 from bytetx.errors import OptionError, shown
 from bytetx.ops.maxsim import cuts, maxsim_scores
-from bytetx.tasks.results import Embeddings
+from bytetx.tasks.results import Embeddings, short_repr
 from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
 
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan", "maxsim", "meanmaxsim"]
@@ -48,7 +48,7 @@ class Match:
     score: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SearchResults:
     """The best rows of a corpus for each query, best first.
 
@@ -57,6 +57,9 @@ class SearchResults:
 
     indices: np.ndarray
     scores: np.ndarray
+
+    def __repr__(self) -> str:
+        return short_repr(self, queries=len(self), top_k=self.indices.shape[1])
 
     def __len__(self) -> int:
         """The number of queries."""
@@ -88,7 +91,8 @@ def similarity(
     queries, corpus, place = _collections(a, b, function, device)
     shape = len(queries), len(corpus)
     out = None
-    for rows, columns, scores in _score_blocks(queries, corpus, function, place):
+    failed = _failed(a), _failed(b)
+    for rows, columns, scores in _score_blocks(queries, corpus, function, place, failed):
         if scores.shape == shape:
             return scores.to(corpus.device, torch.float32)
         if out is None:
@@ -129,14 +133,15 @@ def semantic_search(
     """The top_k rows of the corpus for each query, best first.
 
     The arguments are those of `similarity`. Only the scores of a block of queries with a block of
-    the corpus exist at any time. A row of NaN, as of a text that failed, comes last.
+    the corpus exist at any time. A row of NaN, and one of a text that failed, comes last.
     """
     check_top_k(top_k, may_be_none=False)
     given, rows, place = _collections(queries, corpus, function, device)
+    failed = _failed(queries), _failed(corpus)
     k = min(top_k, len(rows))
     best = torch.full((len(given), k), -torch.inf, device=place)
     indices = torch.zeros((len(given), k), dtype=torch.int64, device=place)
-    for some, columns, scores in _score_blocks(given, rows, function, place):
+    for some, columns, scores in _score_blocks(given, rows, function, place, failed):
         found = min(columns.start, k)  # so many of each query are there
         scores = scores.nan_to_num(nan=-torch.inf)
         values, places = scores.topk(min(k, scores.shape[1]), dim=1)
@@ -311,7 +316,35 @@ def _tensor(name: str, given: object) -> torch.Tensor:
     return given.detach() if given.requires_grad else given
 
 
+def _failed(given: object) -> np.ndarray:
+    """int64: the texts of a result of bytetx that have none, rising."""
+    failed: list[int] = []
+    if isinstance(given, Embeddings | SparseEmbeddings | TokenEmbeddings):
+        failed = sorted(given.errors)
+    return np.array(failed, dtype=np.int64)
+
+
 def _score_blocks(
+    queries: "_Dense | _Sparse | _Tokens",
+    corpus: "_Dense | _Sparse | _Tokens",
+    function: str,
+    device: torch.device,
+    failed: tuple[np.ndarray, np.ndarray],
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """(queries, rows of the corpus, their scores f32); NaN for a text that failed.
+
+    failed: of the queries, and of the corpus.
+    """
+    for rows, columns, scores in _every_score(queries, corpus, function, device):
+        for axis, (some, texts) in enumerate(zip((rows, columns), failed, strict=True)):
+            inside = texts[(texts >= some.start) & (texts < some.stop)] - some.start
+            if len(inside):
+                where = torch.from_numpy(inside).to(scores.device)
+                scores = scores.index_fill(axis, where, torch.nan)
+        yield rows, columns, scores
+
+
+def _every_score(
     queries: "_Dense | _Sparse | _Tokens",
     corpus: "_Dense | _Sparse | _Tokens",
     function: str,

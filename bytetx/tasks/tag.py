@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.encode.finite import are_finite
 from bytetx.encode.request import Alignment
 from bytetx.encode.step import Capture, Step
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.largest import largest
 from bytetx.tasks.classify import softmax
 from bytetx.tasks.results import Entity
 
@@ -58,8 +60,12 @@ class TagTask:
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """f32 [total_tokens, num_labels] from the last hidden states."""
-        return (self.head.forward(hidden_states).float(),)
+        """(f32 [total_tokens, num_labels], `largest` of each) from the last hidden states."""
+        logits = self.head.forward(hidden_states).float()
+        return logits, largest(logits)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[1], step.requests.seqlens)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Entity]]:
         ends = np.cumsum(step.requests.seqlens)[:-1]

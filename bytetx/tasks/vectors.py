@@ -10,7 +10,7 @@ import torch
 from bytetx.encode.request import RunStats
 from bytetx.errors import InputError
 from bytetx.tasks.call import ListSink
-from bytetx.tasks.results import Results
+from bytetx.tasks.results import Results, short_repr
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -64,7 +64,7 @@ class PackedSparse(Sequence[SparseVector]):
         return PackedSparse(self.indices[some], self.values[some], indptr - indptr[0])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SparseEmbeddings:
     """Sparse vectors of all texts in the caller's order, as a matrix in CSR.
 
@@ -84,6 +84,9 @@ class SparseEmbeddings:
     @property
     def shape(self) -> tuple[int, int]:
         return len(self), self.size
+
+    def __repr__(self) -> str:
+        return short_repr(self, shape=self.shape, weights=len(self.values))
 
     def __len__(self) -> int:
         return len(self.indptr) - 1
@@ -113,7 +116,7 @@ class SparseEmbeddings:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TokenEmbeddings:
     """Vectors of the tokens of all texts, packed in the caller's order.
 
@@ -127,6 +130,10 @@ class TokenEmbeddings:
     cu_seqlens: np.ndarray
     stats: RunStats
     errors: Mapping[int, InputError] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        vectors = self.vectors
+        return short_repr(self, texts=len(self), shape=vectors.shape, dtype=vectors.dtype)
 
     def __len__(self) -> int:
         """The number of texts."""

@@ -167,7 +167,8 @@ inline void normalize_vector(float* x, int64_t n) {
         squares = multiply_add(v, v, squares);
     }
     const float norm = square_root(reduce_sum(squares));
-    scale_row(x, n, 1.0f / (norm > 1e-12f || norm != norm ? norm : 1e-12f));
+    const float scale = 1.0f / (norm > 1e-12f || norm != norm ? norm : 1e-12f);
+    scale_row(x, n, scale == 0.0f ? __builtin_nanf("") : scale);  // the norm overflowed
 }
 
 }  // namespace bytetx::cpu::BYTETX_SIMD

@@ -159,7 +159,8 @@ __device__ __forceinline__ void reduce_rows(const PoolParams& p, const RowRange&
 }
 
 __device__ __forceinline__ float inverse_norm(float squares) {
-    return 1.0f / max_or_nan(sqrtf(squares), 1e-12f);
+    const float scale = 1.0f / max_or_nan(sqrtf(squares), 1e-12f);
+    return scale == 0.0f ? __int_as_float(0x7fffffff) : scale;  // NaN: the norm overflowed
 }
 
 template <typename C, bool kIsMax>

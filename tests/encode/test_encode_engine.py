@@ -88,6 +88,9 @@ class SumTask:
         rows = zip(bounds, bounds[1:], strict=False)
         return (torch.stack([self.factor * hidden_states[a:b].sum() for a, b in rows]),)
 
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return np.isfinite(outputs[0])
+
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> Sequence[float]:
         if self.fails_at is not None and (step.requests.token_ids == self.fails_at).any():
             raise KeyError("a bug in finish")
@@ -245,7 +248,7 @@ def test_a_step_beyond_the_memory_is_cut_and_one_text_alone_fails() -> None:
         assert await answer(engine, keeps) == {0: 1.0, 2: 3.0}
         assert type(keeps.receiver.errors[1]) is DeviceMemoryError
         assert "text 1 with 7 tokens" in str(keeps.receiver.errors[1])
-        assert keeps.num_failed == 1
+        assert keeps.failed == {1}
         with pytest.raises(StepError, match="text 0 with 7 tokens"):
             await answer(engine, raises)
 

@@ -341,12 +341,18 @@ class _Respelling:
 
 def _respelled(error: InputError) -> InputError:
     # The model counts the texts that it was given: without broken lines, from where a job resumed.
-    text = re.sub(r"^(texts|documents|prompts)\[\d+\]", "the text", str(error))
+    text = re.sub(r"^((texts|documents|prompts)\[\d+\]|text \d+(?= ))", "the text", str(error))
     return InputError(text.replace("pass truncate=True", "give --truncate"))
 
 
 def _sum(a: RunStats, b: RunStats) -> RunStats:
-    return RunStats(**{f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(RunStats)})
+    """Of two runs; None where neither knows."""
+
+    def add(x: float | None, y: float | None) -> float | None:
+        return y if x is None else x + (y or 0)
+
+    both = {f.name: add(getattr(a, f.name), getattr(b, f.name)) for f in fields(RunStats)}
+    return RunStats(**both)  # type: ignore[arg-type]  # sums of the fields' own types
 
 
 def _json(record: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bytetx.ops.reference import normalize_rows
 from bytetx.ops.triton_kernels.activation import activated
 from bytetx.ops.triton_kernels.launch import address_or, launch, next_power_of_2
 
@@ -238,4 +239,4 @@ def pool(
         COLUMNS=_POOL_COLUMNS,
         num_warps=4,
     )
-    return torch.nn.functional.normalize(out, dim=-1) if normalize else out
+    return normalize_rows(out) if normalize else out
