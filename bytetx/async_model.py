@@ -45,6 +45,10 @@ _EMBED_OPTIONS = {
 _CUT_OR_JOINED = {"task", "overflow", "stride", "precision", "ranges"}
 
 
+_COUNTS = ("num_done", "num_failed", "num_dropped", "num_refused", "total_tokens")
+_COUNTS += ("padded_tokens", "num_steps", "num_draft_tokens", "num_accepted_tokens")
+
+
 @dataclass(frozen=True, slots=True)
 class AsyncStats:
     """What an AsyncModel does now, and what it has done since it was made.
@@ -85,6 +89,13 @@ class AsyncStats:
         }
         steps = (step for one in every for step in one.recent)
         return cls(**sums, recent=sorted(steps, key=lambda step: step.time))
+
+    def since(self, start: "AsyncStats") -> "AsyncStats":
+        """The same with the counts and forward passes since `start`, an earlier one."""
+        counts = {name: getattr(self, name) - getattr(start, name) for name in _COUNTS}
+        seen = start.recent[-1].time if start.recent else 0.0
+        recent = [step for step in self.recent if step.time > seen]
+        return replace(self, **counts, recent=recent)
 
 
 class AsyncModel:

@@ -1,9 +1,8 @@
 """The facts of a loaded checkpoint as a dictionary, for programs and `bytetx info`."""
 
-from pathlib import Path
 from typing import Any
 
-from bytetx.checkpoint.demo import DEMO_NAME, DEMO_PACKAGE
+from bytetx.checkpoint.names import checkpoint_name
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.ops.rows import tile_rows
 
@@ -65,14 +64,6 @@ def checkpoint_line(checkpoint: LoadedCheckpoint, *, max_tokens: int) -> str:
         f"{_dtype_name(checkpoint)} on {checkpoint.device}{shared}, max {max_tokens} tokens, "
         f"{checkpoint_name(checkpoint.folder)}"
     )
-
-
-def checkpoint_name(folder: Path) -> str:
-    """A hub id for a folder of the hub's cache, else the folder's own name."""
-    folder = folder.resolve()
-    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
-        return folder.parents[1].name.removeprefix("models--").replace("--", "/")
-    return DEMO_NAME if folder.parent.name == DEMO_PACKAGE else folder.name
 
 
 def _in_words(number: int) -> str:

@@ -203,6 +203,14 @@ def serve(
     json_output: Annotated[
         bool, _option(_OUTPUT, "JSON_OUTPUT", "Logs as JSON.", "--json-output")
     ] = False,
+    log_level: Annotated[
+        str,
+        _option(_OUTPUT, "LOG_LEVEL", "debug, info, warning or error: the least that is logged."),
+    ] = "info",
+    access_log: Annotated[
+        bool,
+        _option(_OUTPUT, "ACCESS_LOG", "A line of the log for each request.", "--access-log"),
+    ] = False,
     otlp_endpoint: Annotated[
         str | None, _option(_OUTPUT, "OTLP_ENDPOINT", "Collector of traces, OTLP over HTTP.")
     ] = None,
@@ -215,6 +223,7 @@ def serve(
         _set_hub_cache(huggingface_hub_cache)
     try:
         import fastapi  # noqa: F401
+        import fastapi_offline  # noqa: F401
         import uvicorn  # noqa: F401
         import uvloop  # noqa: F401
 
@@ -259,6 +268,8 @@ def serve(
         cors_allow_origin=tuple(cors_allow_origin or ()),
         metrics_names=tuple(metrics_names or ()),
         json_output=json_output,
+        log_level=log_level.lower(),
+        access_log=access_log,
         otlp_endpoint=otlp_endpoint,
         otlp_service_name=otlp_service_name,
         shutdown_timeout_s=shutdown_timeout,

@@ -11,7 +11,7 @@ except ImportError as error:
         "bytetx.integrations.llama_index needs llama-index-core: pip install llama-index-core"
     ) from error
 
-from bytetx.info import checkpoint_name
+from bytetx.checkpoint.names import checkpoint_name
 from bytetx.integrations.retrieval import RetrievalEmbedder, as_model
 from bytetx.model import Model
 from bytetx.tasks.chunks import Overflow

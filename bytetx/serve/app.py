@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import bytetx
 from bytetx.serve import routes_generate, routes_openai, routes_ops, routes_tei, schemas
-from bytetx.serve.gateway import Gateway, Route
+from bytetx.serve.access_log import AccessLog
+from bytetx.serve.gateway import DOCS_FILES, Gateway, Route
 from bytetx.serve.site import Site
 
 _TEI_ERRORS = {
@@ -92,24 +94,25 @@ ROUTES: Mapping[tuple[str, str], Route] = dict(
 
 def build_app(site: Site) -> ASGIApp:
     """The ASGI application of a site."""
-    app = FastAPI(
+    app = FastAPIOffline(  # its pages load nothing from elsewhere
+        static_url=DOCS_FILES,
         title="bytetx",
         version=bytetx.__version__,
         description="Transformer inference on packed tokens: routes of TEI, OpenAI and Cohere.",
     )
     for (method, path), route in ROUTES.items():
         _document(app, method, path, route)
-    gateway = Gateway(site, app, ROUTES)
+    served: ASGIApp = Gateway(site, app, ROUTES)
     origins = site.settings.cors_allow_origin
-    if not origins:
-        return gateway
-    return CORSMiddleware(
-        gateway,
-        allow_origins=list(origins),
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
-    )
+    if origins:
+        served = CORSMiddleware(
+            served,
+            allow_origins=list(origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return AccessLog(served) if site.settings.access_log else served
 
 
 def _document(app: FastAPI, method: str, path: str, route: Route) -> None:

@@ -20,7 +20,7 @@ from bytetx.serve.settings import ServeSettings, read_settings, say_ready
 def main(arguments: list[str]) -> int:
     """Runs one of the two and gives the exit code."""
     settings = read_settings(sys.stdin.buffer.readline())
-    set_up_logs(json_output=settings.json_output)
+    set_up_logs(settings)
     try:
         if arguments[0] == "engine":
             uvloop.run(_engine(settings, arguments[1]))

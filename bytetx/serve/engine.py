@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from bytetx.async_model import AsyncModel
+from bytetx.checkpoint.names import name_of
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.request import RunStats
 from bytetx.errors import DeviceLostError, NotFiniteError, shown
@@ -61,7 +62,7 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         main = next((task for task in order if can[task]), "embed")
     return ModelFacts(
         name=source.name,
-        model_id=source.path,
+        model_id=name_of(source.path),
         info=model.info(),
         tasks=tuple(task for task, is_able in can.items() if is_able),
         main_task=main,
@@ -149,6 +150,8 @@ class LocalBackend:
         found = as_serve_error(error)
         if found is None:
             raise error
+        for one in self._served.values():
+            found.message = _without_folder(found.message, one)
         return found
 
     def _is_lost(self, error: Exception) -> bool:
@@ -156,6 +159,12 @@ class LocalBackend:
         return isinstance(error, DeviceLostError) or any(
             one.model.is_broken for one in self._served.values()
         )
+
+
+def _without_folder(message: str, served: ServedModel) -> str:
+    """Names the model where a message has its folder, which is no client's business."""
+    folder = str(served.model.model.checkpoint.folder)
+    return message.replace(folder, served.facts.name) if "/" in folder else message
 
 
 class LeftTruncation:

@@ -18,8 +18,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from bytetx.serve.access_log import answered
 from bytetx.serve.calls import ModelFacts, Timings
 from bytetx.serve.client import ClientLeftError, WhileConnected
 from bytetx.serve.connections import BODY_S
@@ -39,6 +40,11 @@ MAX_INLINE_BYTES = 1 << 15
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _MAX_KEY = 80  # characters of a key in an error
 _DOCS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+DOCS_FILES = "/docs/files"  # what the pages load: scripts and styles
+# The pages ask nobody but this server, whatever their scripts name.
+_DOCS_POLICY = (
+    b"default-src 'self' 'unsafe-inline' data: blob:; base-uri 'none'; frame-ancestors 'none'"
+)
 
 
 class Exchange(Request):
@@ -97,8 +103,9 @@ class Gateway:
         exchange.request_id = given.decode() if given and is_usable else uuid.uuid4().hex
         path = self._path(scope["path"], exchange)
         exchange.style = "openai" if path.startswith(("/v1/", "/v2/")) else "tei"
-        if path in _DOCS and scope["method"] in ("GET", "HEAD"):
-            await self._app(scope, receive, send)
+        is_docs = path in _DOCS or path.startswith(f"{DOCS_FILES}/")
+        if is_docs and scope["method"] in ("GET", "HEAD"):
+            await self._app(scope, receive, _docs_send(exchange))
             return
         tracer = self._site.tracer
         if tracer is None or path not in self._paths:
@@ -204,6 +211,9 @@ class Gateway:
         return response, "internal"
 
     def _record(self, exchange: Exchange, path: str, status: int, error_kind: str) -> None:
+        noted, model = answered(exchange.scope), exchange.facts
+        noted.status, noted.request_id = status, exchange.request_id
+        noted.model = exchange.model_name if model is None else model.name
         known = path if path in self._paths else "other"
         route = self._routes.get((exchange.scope["method"], path))
         if status < 400 and (route is None or not route.is_limited):
@@ -212,7 +222,7 @@ class Gateway:
             Finished(
                 route=known,
                 status=status,
-                model="" if exchange.facts is None else exchange.facts.name,
+                model="" if model is None else model.name,
                 seconds=time.perf_counter() - exchange.started,
                 error=error_kind,
                 timings=exchange.timings,
@@ -235,6 +245,21 @@ class _Counted(Response):
             await self._inner(scope, receive, send)
         finally:
             self._site.num_running -= 1
+
+
+def _docs_send(exchange: Exchange) -> Send:
+    """Adds the headers of a page of the API."""
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [
+                *message["headers"],
+                (b"x-request-id", exchange.request_id.encode()),
+                (b"content-security-policy", _DOCS_POLICY),
+            ]
+        await exchange._send(message)
+
+    return send
 
 
 async def _call(route: Route, exchange: Exchange, body: BaseModel | None = None) -> Response:

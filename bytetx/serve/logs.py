@@ -6,16 +6,19 @@ from datetime import UTC, datetime
 
 import orjson
 
+from bytetx.serve.settings import ServeSettings
 
-def set_up_logs(*, json_output: bool) -> None:
-    """Sends the logs of bytetx and of its HTTP server to stderr."""
+
+def set_up_logs(settings: ServeSettings) -> None:
+    """Sends the logs of bytetx and of its HTTP server to stderr, as the settings say."""
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if json_output else _LineFormatter())
+    handler.setFormatter(_JsonFormatter() if settings.json_output else _LineFormatter())
     for name in ("bytetx", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-        logger.setLevel(logging.INFO if name == "bytetx" else logging.WARNING)
+        logger.setLevel(level if name == "bytetx" else max(level, logging.WARNING))
 
 
 class _LineFormatter(logging.Formatter):
@@ -24,14 +27,17 @@ class _LineFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """timestamp, level, target, fields.message: the keys of TEI's JSON logs."""
+    """timestamp, level, target, fields.message: the keys of TEI's JSON logs.
+
+    More fields come as `extra={"fields": {...}}` of a log call.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname,
             "target": record.name,
-            "fields": {"message": record.getMessage()},
+            "fields": {"message": record.getMessage(), **getattr(record, "fields", {})},
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)

@@ -107,9 +107,9 @@ class Metrics:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
 
     def attach(self, served: Sequence[ServedModel]) -> None:
-        """The models, once they are loaded."""
+        """The models, once they are warm: what they have run until then does not count."""
         self._served = served
-        self._batches.served = served
+        self._batches.attach(served)
 
     def count_running(self, count: Callable[[], int]) -> None:
         """count: gives the requests that are being answered."""
@@ -167,7 +167,7 @@ class _Batches:
     """Numbers of the queue and of forward passes, from AsyncModel.stats()."""
 
     def __init__(self, registry: CollectorRegistry):
-        self.served: Sequence[ServedModel] = ()
+        self._served: list[tuple[ServedModel, AsyncStats]] = []  # and its stats at the start
         self._seen: dict[str, float] = {}  # the time of the last forward pass that was counted
         self._sequences = Histogram(
             "bytetx_batch_sequences", "Texts of a forward pass.", buckets=_SIZES, registry=registry
@@ -177,8 +177,11 @@ class _Batches:
         )
         registry.register(self)
 
+    def attach(self, served: Sequence[ServedModel]) -> None:
+        self._served = [(one, one.model.stats()) for one in served]
+
     def stats(self) -> list[tuple[str, AsyncStats]]:
-        return [(one.facts.name, one.model.stats()) for one in self.served]
+        return [(one.facts.name, one.model.stats().since(start)) for one, start in self._served]
 
     def totals(self) -> AsyncStats:
         """Sums over the models."""

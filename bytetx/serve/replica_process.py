@@ -32,7 +32,7 @@ def main() -> None:
     settings = read_settings(sys.stdin.buffer.readline())
     if index:  # one of them listens there, and shows all
         settings = replace(settings, prometheus_port=None)
-    set_up_logs(json_output=settings.json_output)
+    set_up_logs(settings)
     threading.Thread(target=_end_with_the_supervisor, daemon=True).start()
     try:
         uvloop.run(_serve(settings, index, folder))

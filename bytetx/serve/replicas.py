@@ -28,7 +28,7 @@ def serve_replicas(
     Raises OptionError for settings that replicas cannot share, BytetxError where a replica does not
     get ready.
     """
-    set_up_logs(json_output=settings.json_output)
+    set_up_logs(settings)
     if settings.uds_path is not None:
         raise OptionError("--replicas share a port, not a --uds-path; drop one of them")
     if settings.frontends > 1:

@@ -16,7 +16,7 @@ def serve(settings: ServeSettings) -> None:
     Raises CheckpointError and OptionError for what cannot be served, SystemExit with the code of
     an engine process that could not start, DeviceLostError where the device was lost meanwhile.
     """
-    set_up_logs(json_output=settings.json_output)
+    set_up_logs(settings)
     if settings.frontends > 1:
         from bytetx.serve.supervisor import supervise
 

@@ -10,12 +10,14 @@ from typing import Any
 import orjson
 
 from bytetx.arguments import check_draft_size
+from bytetx.checkpoint.names import name_of
 from bytetx.errors import OptionError, shown
 
 # Pooling modes as TEI writes them.
 _TEI_POOLING = {"last-token": "lasttoken"}
 _KEY = re.compile(r"[\x21-\x7e]+")
 METRICS_NAMES = ("bytetx", "te")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class ServeSettings:
     accepts_any_name: whether a request may name a model that is not served; only for one model.
     max_*, payload_limit_bytes: limits of requests; every one is named in its error.
     metrics_names: sets of metric names, of METRICS_NAMES; the first one is always there.
+    log_level: the least of LOG_LEVELS that is written.  access_log: a line for each request.
     frontends: processes that share the port; 1 answers in the process that computes.
     """
 
@@ -69,6 +72,8 @@ class ServeSettings:
     cors_allow_origin: Sequence[str] = ()
     metrics_names: Sequence[str] = ("bytetx",)
     json_output: bool = False
+    log_level: str = "info"
+    access_log: bool = False
     otlp_endpoint: str | None = None
     otlp_service_name: str = "bytetx"
     shutdown_timeout_s: float = 30.0
@@ -90,6 +95,10 @@ class ServeSettings:
                 raise OptionError(
                     f"--metrics-names must be of {', '.join(METRICS_NAMES)}, got {shown(name)}"
                 )
+        if self.log_level not in LOG_LEVELS:
+            raise OptionError(
+                f"--log-level must be one of {', '.join(LOG_LEVELS)}, got {shown(self.log_level)}"
+            )
         check_draft_size(self.num_speculative_tokens)
         if not all(map(_KEY.fullmatch, self.api_keys)):
             raise OptionError(
@@ -106,7 +115,7 @@ class ServeSettings:
 def model_sources(given: Sequence[str], served_names: Sequence[str] = ()) -> list[ModelSource]:
     """Models as the command line names them: PATH or NAME=PATH.
 
-    served_names: names instead of the paths, in the same order.
+    served_names: names, in the same order; a model without any is called by its name_of().
     Raises OptionError where a name or a path is empty, or there are more names than models.
     """
     if len(served_names) > len(given):
@@ -119,7 +128,7 @@ def model_sources(given: Sequence[str], served_names: Sequence[str] = ()) -> lis
         if equals and (not name or not path):
             raise OptionError(f"--model must be PATH or NAME=PATH, got {shown(text)}")
         if not equals:
-            name = path = text
+            name, path = name_of(text), text
         if index < len(served_names):
             name = served_names[index]
         sources.append(ModelSource(name, path))

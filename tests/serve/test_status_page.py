@@ -260,6 +260,40 @@ def test_it_fits_narrow_screens(tab: Tab, server: StandIn, width: int) -> None:
 
 
 @needs_chromium
+def test_tables_are_read_on_a_phone_without_scrolling_sideways(tab: Tab, server: StandIn) -> None:
+    """Names of models are as long as those of the hub; no text lies outside of the screen."""
+    answer = stats(80)
+    answer["models"][0]["name"] = "sentence-transformers/paraphrase-multilingual-mpnet-base-v2"
+    server.answers["/stats.json"] = (200, answer)
+    tab.page.set_viewport_size({"width": 360, "height": 800})
+    tab.page.goto(server.url)
+    tab.page.wait_for_selector("#chart .column")
+    tab.page.click("summary")
+    right = """all => Math.max(...all.map(e => {
+        const range = document.createRange();
+        range.selectNodeContents(e);
+        return range.getBoundingClientRect().right;
+    }))"""
+    for cells in ("#models th, #models td", "#steps-body th, #steps-body td"):
+        assert tab.page.eval_on_selector_all(cells, right) <= 360
+    lines = """all => Math.max(...all.map(e => {
+        const range = document.createRange();
+        range.selectNodeContents(e);
+        return range.getClientRects().length;
+    }))"""
+    assert tab.page.eval_on_selector_all("#steps-body td", lines) == 1  # no number is broken
+    hidden = "all => Math.max(...all.map(e => e.scrollWidth - e.clientWidth))"
+    assert tab.page.eval_on_selector_all(".scroll", hidden) == 0
+    assert tab.page.evaluate("document.documentElement.scrollWidth") == 360
+    shown = "e => getComputedStyle(e, '::before').content"
+    heads = tab.page.eval_on_selector_all(
+        ".models thead th", 'all => all.slice(1).map(e => `"${e.textContent}"`)'
+    )
+    cells = tab.page.locator("#models tr").first.locator("td").all()
+    assert [cell.evaluate(shown) for cell in cells] == heads
+
+
+@needs_chromium
 def test_every_control_has_a_name(tab: Tab, server: StandIn) -> None:
     tab.page.goto(server.url)
     tab.page.wait_for_selector("#try")
