@@ -15,10 +15,16 @@ record:
 
 The comment is MACHINE SUITE/CASE and what of the record is meant: nothing for our value, a rival's
 name for its value, `best` for our ratio to the strongest rival, `x RIVAL` for that to one rival,
-`floor` for the fraction of the floor, or `shape.KEY`. Figures that no record holds stand in a
-paragraph, list or table row with a comment that begins with `apart:` and says how they were
-measured. tests/test_docs.py fails where a generated table is stale, where a figure is not what its
-record says, and where a page of STRICT has a figure with neither.
+`floor` for the fraction of the floor, or `shape.KEY`. Figures that no record holds are marked with
+a comment that says how they were measured, or what else they are:
+
+    <!-- apart: ... -->          in a paragraph, list item or table row, for that block;
+                                 on lines of its own directly above a table, for the table;
+    <!-- apart section: ... -->  directly under a heading, for everything up to the next
+                                 heading of the same or a higher level.
+
+tests/test_docs.py fails where a generated table is stale, where a figure is not what its record
+says, and where a page has a figure with neither.
 """
 
 import re
@@ -26,9 +32,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, mean
 
-from bytetx.bench.markdown import Row, cpu_table, gpu_table
+from bytetx.bench.markdown import Row, cpu_table, gpu_table, ratio_words
 from bytetx.bench.records import Record, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,6 +85,19 @@ _OURS = {
 }  # other ways to run bytetx, no rivals
 
 
+_NO: Mapping[str, str] = {}
+_FA = {"flash-attention-2": "FlashAttention-2", "flash-attention-3": "FlashAttention-3"}
+_FA_PAGES = {
+    "flash-attention-3-page-16": "FlashAttention-3, pages of 16",
+    "flash-attention-3-page-256": "pages of 256",
+}
+_DECODE = {"flash-attention-3-page-256": "FlashAttention-3, pages of 256", "sdpa": "SDPA"}
+_PROMPTS = "(prefill|chunks|mixed)-.*"
+_CUBLAS = {"cublas": "cuBLAS, bias alone"}
+_UNFUSED = {"cublas-unfused": "`F.linear`, then `F.gelu`"}
+_COMMUNICATION = ("ag_gemm", "gemm_rs", "gemm_ar")
+
+
 def _behind(machine: str) -> str:
     """Every case in which a rival is faster by more than two engines of the same kernels differ."""
     lines = ["| suite | case | rival | its time over ours |", "|---|---|---|--:|"]
@@ -89,14 +108,17 @@ def _behind(machine: str) -> str:
     return "\n".join(lines)
 
 
-def _spread(machine: str) -> str:
-    """For each suite, our time over that of the strongest rival: least, geometric mean, most."""
+def _spread(machine: str, suites: Sequence[str] = ()) -> str:
+    """For each suite, our time over that of the strongest rival: least, geometric mean, most.
+
+    suites: those to list, or all but Triton's where it is empty.
+    """
     lines = [
         "| suite | cases | least | mean | most | case of the most |",
         "|---|--:|--:|--:|--:|---|",
     ]
-    suites = sorted({suite for suite, _ in records(machine) if not suite.endswith("-triton")})
-    for suite in suites:
+    every = sorted({suite for suite, _ in records(machine) if not suite.endswith("-triton")})
+    for suite in suites or every:
         shares = {
             case: 1 / record.ratio(rival)
             for (of, case), record in records(machine).items()
@@ -104,12 +126,81 @@ def _spread(machine: str) -> str:
         }
         if shares:
             worst = max(shares, key=shares.__getitem__)
-            mean = geometric_mean(shares.values())
+            middle = geometric_mean(shares.values())
             lines.append(
-                f"| `{suite}` | {len(shares)} | {min(shares.values()):.2f} | {mean:.2f} "
+                f"| `{suite}` | {len(shares)} | {min(shares.values()):.2f} | {middle:.2f} "
                 f"| {shares[worst]:.2f} | `{worst}` |"
             )
     return "\n".join(lines)
+
+
+def _cases(machine: str, suite: str, cases: str = ".*", rivals: Mapping[str, str] = _NO) -> str:
+    """The records of a suite: our time, the fraction of the floor, and our ratio to rivals.
+
+    cases: a pattern of the cases to list. rivals: those to list, with the heads of their columns;
+    where it is empty, the strongest of each case.
+    """
+    found = [
+        (case, record)
+        for (of, case), record in records(machine).items()
+        if of == suite and re.fullmatch(cases, case)
+    ]
+    unit = found[0][1].unit.replace("us", "µs")
+    heads = list(rivals.values()) or ["strongest rival", "its time over ours"]
+    lines = [f"| case | {unit} | of the floor | {' | '.join(heads)} |"]
+    lines.append("|---|--:|--:|" + ("--:|" * len(heads) if rivals else "---|--:|"))
+    for case, record in found:
+        assert record.unit == found[0][1].unit, f"{suite} has several units"
+        names = list(rivals) or [strongest(record)]
+        ratios = [
+            ratio_words(record.ratio(name)) if name in record.rivals else "" for name in names
+        ]
+        cells = ratios if rivals else [names[0] or "", *ratios]
+        floor = "" if record.floor_fraction is None else f"{record.floor_fraction:.2f}"
+        lines.append(f"| `{case}` | {_three_digits(record.ours)} | {floor} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+_GRIDS = ("one", "data2", "z2", "y2", "x2")
+
+
+def _grids(machine: str) -> str:
+    """Milliseconds of `embed` on each grid, measured / planned, and how good the plans are."""
+    lines = [
+        "| case | one GPU | `data2` | `z2` | `y2` | `x2` | planner's first |",
+        "|---|--:|--:|--:|--:|--:|---|",
+    ]
+    gaps: list[float] = []
+    errors: list[float] = []
+    for (suite, case), record in sorted(records(machine).items(), key=_model_and_tokens):
+        if suite == "grids":
+            chosen = str(record.shape["chosen"])
+            times = {**record.rivals, chosen: record.ours}
+            planned = {grid: float(record.shape[f"planned_{grid}_ms"]) for grid in _GRIDS}
+            cells = [f"{_three_digits(times[g])} / {_three_digits(planned[g])}" for g in _GRIDS]
+            fastest = str(record.shape["fastest"])
+            gaps.append(record.ours / times[fastest] - 1)
+            errors += [abs(planned[grid] / times[grid] - 1) for grid in _GRIDS]
+            behind = f", `{fastest}` is {gaps[-1]:.1%} faster" if fastest != chosen else ""
+            lines.append(f"| `{case}` | {' | '.join(cells)} | `{chosen}`{behind} |")
+    within = [sum(gap <= limit for gap in gaps) for limit in (0, 0.01, 0.03)]
+    lines += [
+        "",
+        f"The planner's mean error over these {len(errors)} times is {mean(errors):.1%}. Its first "
+        f"grid is the fastest in {within[0]} of {len(gaps)} cases, within 1 % of it in {within[1]} "
+        f"and within 3 % in {within[2]}.",
+    ]
+    return "\n".join(lines)
+
+
+def _model_and_tokens(entry: tuple[tuple[str, str], Record]) -> tuple[str, int, str]:
+    (_, case), _ = entry
+    model, lengths, tokens = case.rsplit("-", 2)
+    return model, int(tokens), lengths
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -124,6 +215,22 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-spread": lambda: _spread("h200"),
     "h100-behind": lambda: _behind("h100"),
     "h200-behind": lambda: _behind("h200"),
+    "2xh100-grids": lambda: _grids("2xh100"),
+    "h100-communication": lambda: _spread("h100", _COMMUNICATION),
+    "h200-communication": lambda: _spread("h200", _COMMUNICATION),
+    "h200-attention": lambda: _cases("h200", "attention", rivals=_FA),
+    "h200-decode": lambda: _cases("h200", "decode", "decode-.*-b(1|16|256)-.*", _DECODE),
+    "h100-prompts": lambda: _cases("h100", "decode", _PROMPTS, _FA_PAGES),
+    "h200-prompts": lambda: _cases("h200", "decode", _PROMPTS, _FA_PAGES),
+    "h200-sample": lambda: _cases("h200", "decode", "sample-.*"),
+    "h100-residual": lambda: _cases("h100", "linear", ".*-(65536|8192)-residual", _CUBLAS),
+    "h200-norm": lambda: _cases("h200", "norm"),
+    "h100-maxsim": lambda: _cases("h100", "maxsim"),
+    "h200-maxsim": lambda: _cases("h200", "maxsim"),
+    "h200-triton-attention": lambda: _cases("h200", "attention-triton"),
+    "h200-triton-prompts": lambda: _cases("h200", "decode-triton", _PROMPTS),
+    "h200-triton-gelu": lambda: _cases("h200", "linear-triton", ".*-gelu", _UNFUSED),
+    "h200-triton-encoder": lambda: _cases("h200", "encoder-triton"),
 }
 
 _BLOCK = re.compile(r"(<!-- figures: begin ([\w-]+) -->\n)(.*?)(<!-- figures: end -->)", re.DOTALL)
@@ -143,7 +250,7 @@ def with_tables(text: str) -> str:
 # ---- figures in sentences
 
 _NUMBER = r"\d+(?:[ \u202f,]\d{3})*(?:\.\d+)?"
-_UNIT = r"texts/s|tokens/s|µs|us|ms|s|×|times|%|MiB"
+_UNIT = r"texts/s|tokens/s|requests/s|µs|us|ms|s|×|times|%|MiB"
 _TIED = re.compile(
     rf"({_NUMBER})(?:\*\*)?[ \u202f]?({_UNIT})?(?:\*\*)?"
     r"<!--\s+([\w-]+)\s+([\w.-]+)/([\w.*-]+)(?:\s+([^>]+?))?\s+-->"
@@ -200,22 +307,42 @@ def _value(record: Record, what: str, unit: str | None) -> float:
 
 # ---- figures that name nothing
 
-STRICT = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
 _FIGURE = re.compile(
-    rf"(?<![\w.-])({_NUMBER})(?:\*\*)?[ \u202f]?"
-    r"(?:texts/s|tokens/s|µs|us|ms|s|×|%|MiB|MB|GB|TFLOP/s|GFLOP/s"
-    r"|(?:tokens|texts|requests) (?:a|per) second|times as|times faster)(?![\w/]| ?\d)"
+    rf"(?<![\w.^-])({_NUMBER})(?:\*\*)?"
+    r"(?:×|x|[ \u202f]?(?:texts/s|tokens/s|requests/s|µs|us|ms|s|%|MiB|MB|GB|GB/s|TB/s|TFLOP/s"
+    r"|GFLOP/s|(?:tokens|texts|requests) (?:a|per) second|times as|times faster))(?![\w/]| ?\d)"
 )
 _CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+_REASON = r"\s+(?!-->)(?:(?!-->).)+-->"  # a mark without a reason is none
+_APART = re.compile(rf"<!-- apart:{_REASON}", re.DOTALL)
+_APART_TABLE = re.compile(rf"^ *<!-- apart:(?s:{_REASON})\n(?: *\|.*(?:\n|\Z))+", re.MULTILINE)
+_APART_SECTION = re.compile(rf"\s*<!-- apart section:{_REASON}", re.DOTALL)
+_HEADING = re.compile(r"^(#+) .*$", re.MULTILINE)
 
 
 def untied_figures(text: str) -> Iterator[str]:
     """Figures of a page with neither a record nor a word on how they were measured apart."""
-    text = _CODE.sub("", _BLOCK.sub("", text))
-    for block in re.split(r"\n\s*\n|\n(?=[|*-] ?)", text):
-        if "<!-- apart:" not in block:
+    text = _APART_TABLE.sub("", _without_apart_sections(_CODE.sub("", _BLOCK.sub("", text))))
+    for block in re.split(r"\n\s*\n|\n(?= *[|*-] ?)", text):
+        if not _APART.search(block):
             bare = re.sub(r"<!--.*?-->", "", _TIED.sub("", block), flags=re.DOTALL)
             yield from (found[0] for found in _FIGURE.finditer(bare))
+
+
+def _without_apart_sections(text: str) -> str:
+    """The page without those sections, subsections included, that a mark exempts as a whole."""
+    headings = list(_HEADING.finditer(text))
+    starts = [heading.start() for heading in headings]
+    kept = [text[: starts[0]] if starts else text]
+    exempt = 0  # the level of the heading whose section is left out, 0 for none
+    for heading, end in zip(headings, [*starts, len(text)][1:], strict=True):
+        level = len(heading[1])
+        if exempt and level > exempt:
+            continue
+        exempt = level if _APART_SECTION.match(text, heading.end()) else 0
+        if not exempt:
+            kept.append(text[heading.start() : end])
+    return "".join(kept)
 
 
 def main(pages: Sequence[Path] = PAGES) -> None:
