@@ -26,11 +26,11 @@ class Counts:
     num_texts: int = 0
     num_blank: int = 0
     num_errors: int = 0
-    num_malformed: int = 0
     num_truncated: int = 0
     num_tokens: int = 0
     num_pad_tokens: int = 0
     seconds: float = 0.0
+    num_malformed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
