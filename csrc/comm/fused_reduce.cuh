@@ -22,7 +22,7 @@ struct FusedReduceScheduler : PersistentCta<C> {
         int first_adding, num_adding;  // rows of cluster tiles whose tiles add parts
     };
     const Inputs& in;
-    int rank = C::kClusterCtas > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
+    int rank = C::kClusterCtas > 1 ? cluster_rank() : 0;
     int cluster = static_cast<int>(blockIdx.x) / C::kClusterCtas;
     int num_clusters = static_cast<int>(gridDim.x) / C::kClusterCtas;
 
@@ -85,7 +85,7 @@ struct FusedReduceEpilogue : ScatterEpilogue<C> {
     template <typename Accumulators, typename Wait>
     __device__ __forceinline__ void begin(Accumulators& sums, const Wait& wait) const {
         wait();
-        this->clear(sums);
+        sums.clear();
         if (adds() && this->in.bias != nullptr) this->add_bias(sums);
     }
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void fetch_parts(const K& k) {
     auto& s = smem.epilogue;
     const auto& in = p.epilogue;
     const comm::Peers& peers = in.peers;
-    const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+    const auto hint = L2Policy::evict_first;
     const uint32_t epoch = comm::this_epoch(peers, comm::kSumEpoch);
     const CUtensorMap* parts = &in.parts_maps[epoch & 1];
     const int own = in.offsets[peers.rank];
@@ -136,13 +136,13 @@ __device__ __forceinline__ void fetch_parts(const K& k) {
                 comm::fence_proxies();  // what follows are bulk copies
             }
             EmptyBarrier::wait(&s.input_empty, phase);  // pairs with release_input()
-            FullBarrier::arrive_and_expect_tx(full, sizeof(s.input));
+            FullBarrier::arrive_and_expect(full, sizeof(s.input));
             fetch_boxes<C>(s, [&](auto* to, int offset) {
                 const int from = column + offset;
                 if (index == 0) {
-                    cute::SM90_TMA_LOAD_2D::copy(&in.residual_map, full, hint, to, from, row - own);
+                    load_box(&in.residual_map, full, hint, to, from, row - own);
                 } else {
-                    cute::SM90_TMA_LOAD_3D::copy(parts, full, hint, to, from, row - own, source);
+                    load_box(parts, full, hint, to, from, row - own, source);
                 }
             });
         }

@@ -74,9 +74,9 @@ template <typename Tile>
 void launch_all_gather_gemm(const AllGatherGemmParams& o, cudaStream_t stream) {
     using Moving = WithMovers<Tile>;
     if (o.linear.dtype == DType::f16) {
-        return launch_gather_epilogue<Config<cutlass::half_t, Moving>>(o, stream);
+        return launch_gather_epilogue<Config<Half, Moving>>(o, stream);
     }
-    launch_gather_epilogue<Config<cutlass::bfloat16_t, Moving>>(o, stream);
+    launch_gather_epilogue<Config<BFloat16, Moving>>(o, stream);
 }
 
 }  // namespace bytetx::gemm

@@ -133,9 +133,8 @@ template <typename S>
 __device__ __forceinline__ void load_chunk(const GatherInputs& p, S& s, int slot, const Chunk& c) {
     const int64_t offset = c.offset(p);
     const int num_bytes = c.num_bytes(p, offset);
-    FullBarrier::arrive_and_expect_tx(&s.arrived[slot], num_bytes);
-    cute::SM90_BULK_COPY_G2S::copy(p.own_rows + offset, &s.arrived[slot], s.chunks[slot],
-                                   num_bytes);
+    FullBarrier::arrive_and_expect(&s.arrived[slot], num_bytes);
+    load_bytes(p.own_rows + offset, &s.arrived[slot], s.chunks[slot], num_bytes);
 }
 
 template <typename S>
@@ -149,8 +148,8 @@ __device__ __forceinline__ void store_chunk(const GatherInputs& p, S& s, int slo
     const int64_t offset = c.offset(p);
     uint8_t* rows = comm::quarter_at(p.peers, c.peer, Counted::pieces, epoch) +
                     int64_t{p.offsets[p.peers.rank]} * p.row_bytes;
-    cute::SM90_BULK_COPY_S2G::copy(s.chunks[slot], rows + offset, c.num_bytes(p, offset));
-    cute::tma_store_arrive();
+    store_bytes(s.chunks[slot], rows + offset, c.num_bytes(p, offset));
+    commit_stores();
 }
 
 __device__ __forceinline__ uint32_t* counter_of(const GatherInputs& p, const Chunk& c,

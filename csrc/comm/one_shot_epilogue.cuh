@@ -42,8 +42,8 @@ struct OneShotScheduler : SplitKCta<C> {
     __device__ __forceinline__ void sync_start() const { __syncthreads(); }
     // No CTA reads this one's sums any more.
     __device__ __forceinline__ void sync_end() const {
-        cute::cluster_arrive();
-        cute::cluster_wait();
+        arrive_in_cluster();
+        wait_for_cluster();
     }
     __device__ __forceinline__ void end_producer() const {}
 };
@@ -51,8 +51,8 @@ struct OneShotScheduler : SplitKCta<C> {
 // Every CTA has stored its sums.
 __device__ __forceinline__ void meet_with_sums() {
     __syncwarp();
-    cute::cluster_arrive();
-    cute::cluster_wait();
+    arrive_in_cluster();
+    wait_for_cluster();
 }
 
 // The sums of a token are contiguous; the pitch avoids bank conflicts of a quad's stores.
@@ -68,7 +68,7 @@ template <typename C>
 __device__ __forceinline__ void store_transposed(StaticStages<C>& stages,
                                                  const typename C::Accumulators& sums) {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-    cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, 0);  // the ring is read
+    sync_threads_of(kWarpgroupThreads, 0);  // the ring is read
 #pragma unroll
     for (int r = 0; r < C::kRowBlocks; ++r) {
 #pragma unroll
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_transposed(StaticStages<C>& stages,
 
 // Eight sums of a token over the cluster's CTAs, in the order of their ranks.
 __device__ __forceinline__ void add_eight(const float* at, int num_ranks, float (&sum)[8]) {
-    const uint32_t local = cute::cast_smem_ptr_to_uint(at);
+    const uint32_t local = smem_address(at);
 #pragma unroll
     for (int e = 0; e < 8; ++e) sum[e] = 0.0f;
     for (int from = 0; from < num_ranks; ++from) {
@@ -180,15 +180,13 @@ struct OneShotProducer : ProducerDefaults {
     static __device__ __forceinline__ void run(const K& k, int lane) {
         auto& [p, s, at] = k;
         const comm::Peers& peers = p.epilogue.peers;
-        const auto once = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-        const auto often = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+        const auto once = L2Policy::evict_first;
+        const auto often = L2Policy::evict_last;
         const auto weights = [&](int stage, int feature, int n) {
-            cute::SM90_TMA_LOAD_2D::copy(&p.b, &s.ring.full[stage], once, s.stages.a(stage),
-                                         feature, n);
+            load_box(&p.b, &s.ring.full[stage], once, s.stages.a(stage), feature, n);
         };
         const auto tokens = [&](int stage, int feature, int m) {
-            cute::SM90_TMA_LOAD_2D::copy(&p.a, &s.ring.full[stage], often, s.stages.b(stage),
-                                         feature, m);
+            load_box(&p.a, &s.ring.full[stage], often, s.stages.b(stage), feature, m);
         };
         if (lane == 0) fetch_operands<C>(k, weights, tokens, [](int, int) {});
         __syncwarp();
@@ -226,8 +224,7 @@ struct OneShotEpilogue : EpilogueDefaults {
     template <typename Accumulators, typename Wait>
     __device__ __forceinline__ void begin(Accumulators& sums, const Wait& wait) const {
         wait();
-#pragma unroll
-        for (int i = 0; i < cute::size(sums); ++i) sums(i) = 0.0f;
+        sums.clear();
     }
 
     template <typename Accumulators>

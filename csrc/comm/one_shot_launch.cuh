@@ -36,9 +36,9 @@ void launch_one_shot_kernel(const GemmSumParams& o, cudaStream_t stream) {
 template <typename Tile>
 void launch_one_shot(const GemmSumParams& o, cudaStream_t stream) {
     if (o.linear.dtype == DType::f16) {
-        return launch_one_shot_kernel<Config<cutlass::half_t, Tile>>(o, stream);
+        return launch_one_shot_kernel<Config<Half, Tile>>(o, stream);
     }
-    launch_one_shot_kernel<Config<cutlass::bfloat16_t, Tile>>(o, stream);
+    launch_one_shot_kernel<Config<BFloat16, Tile>>(o, stream);
 }
 
 }  // namespace bytetx::gemm

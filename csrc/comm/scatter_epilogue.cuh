@@ -49,7 +49,7 @@ struct ScatterEpilogue : LinearEpilogue<C, ActivationForm::linear, false> {
     template <typename Accumulators, typename Wait>
     __device__ __forceinline__ void begin(Accumulators& sums, const Wait& wait) const {
         wait();
-        this->clear(sums);
+        sums.clear();
         if (this->in.residual != nullptr) this->add_residual(sums);
     }
 
@@ -99,7 +99,7 @@ struct ScatterEpilogue : LinearEpilogue<C, ActivationForm::linear, false> {
     __device__ __forceinline__ void publish(uint32_t epoch) const {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
         const int group = static_cast<int>(threadIdx.x) / kWarpgroupThreads;
-        cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, group);  // all have stored
+        sync_threads_of(kWarpgroupThreads, group);  // all have stored
         if (thread == 0 && this->m < this->p.m) {
             comm::fence_system();
             const int end = min(this->m + C::kTileM, this->p.m);

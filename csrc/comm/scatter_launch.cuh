@@ -98,8 +98,8 @@ void launch_scatter(const GemmSumParams& o, bool to_all_ranks, cudaStream_t stre
         }
         launch_plain_scatter<Config<T, Tile>>(o, to_all_ranks, stream);
     };
-    if (o.linear.dtype == DType::f16) return launch.template operator()<cutlass::half_t>();
-    launch.template operator()<cutlass::bfloat16_t>();
+    if (o.linear.dtype == DType::f16) return launch.template operator()<Half>();
+    launch.template operator()<BFloat16>();
 }
 
 }  // namespace bytetx::gemm

@@ -2,18 +2,13 @@
 // sum them. Used by sum_rows.cu.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include <algorithm>
-#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "comm/sum_parts.cuh"
+#include "common/ptx.cuh"
 #include "common/ring.cuh"
 
 namespace bytetx::comm {
-
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
 constexpr int kMostSlots = 16;
 
@@ -49,7 +44,7 @@ __device__ __forceinline__ Ring make_ring(const RingSumParams& p) {
             FullBarrier::init(&full[i], 1);
             EmptyBarrier::init(&empty[i], Tiling::kCtaThreads / kWarpSize);
         }
-        cutlass::arch::fence_barrier_init();
+        fence_barrier_init();
     }
     return {ring_slots, full, empty};
 }
@@ -66,10 +61,10 @@ class RingFetcher {
             const int64_t row_bytes = p_.norm.hidden_size * 2;
             const auto bytes = static_cast<uint32_t>(count * row_bytes);
             EmptyBarrier::wait(&ring_.empty[slot_.index], slot_.phase ^ 1);
-            FullBarrier::arrive_and_expect_tx(&ring_.full[slot_.index], bytes);
-            cute::SM90_BULK_COPY_G2S::copy(
-                static_cast<const uint8_t*>(rows) + first * row_bytes, &ring_.full[slot_.index],
-                ring_.slots + slot_.index * p_.slot_bytes, static_cast<int32_t>(bytes));
+            FullBarrier::arrive_and_expect(&ring_.full[slot_.index], bytes);
+            load_bytes(static_cast<const uint8_t*>(rows) + first * row_bytes,
+                       &ring_.full[slot_.index], ring_.slots + slot_.index * p_.slot_bytes,
+                       static_cast<int32_t>(bytes));
         }
         slot_.advance();
     }

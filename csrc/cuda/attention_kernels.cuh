@@ -30,16 +30,16 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
             FullBarrier::init(&s.k_full[i], 1);
             FullBarrier::init(&s.v_full[i], 1);
         }
-        cutlass::arch::fence_barrier_init();
+        fence_barrier_init();
     }
     __syncwarp();  // the whole warp may initialise, in the compiler's eyes; its first lane arrives
     wait_for_prior_kernel();
     const int used = *p.used_tiles;
     int4 entry = p.tiles[blockIdx.y];  // both trips to L2 at once
     const auto fetch = [&](int stage, int row) {
-        FullBarrier::arrive_and_expect_tx(&s.k_full[stage], C::kKvBytes);
+        FullBarrier::arrive_and_expect(&s.k_full[stage], C::kKvBytes);
         load_tile<C, kN>(p.k, &s.k_full[stage], s.k[stage], kv_head, row);
-        FullBarrier::arrive_and_expect_tx(&s.v_full[stage], C::kKvBytes);
+        FullBarrier::arrive_and_expect(&s.v_full[stage], C::kKvBytes);
         load_tile<C, kN>(p.v, &s.v_full[stage], s.v[stage], kv_head, row);
     };
     RowTile<C> tile(p);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
         const int base = uniform(entry.x), rows = uniform(entry.y);
         const int begin = uniform(entry.z), end = uniform(entry.w);
         if (is_fetcher) {
-            FullBarrier::arrive_and_expect_tx(&s.q_full, C::kQElements * kElementBytes);
+            FullBarrier::arrive_and_expect(&s.q_full, C::kQElements * kElementBytes);
             load_tile<C, kTileRows>(p.q, &s.q_full, s.q, head, base);
             RingIndex<C::kStages> to = at;
             for (int i = 0; i < C::kStages; ++i, to.advance()) {

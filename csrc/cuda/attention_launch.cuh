@@ -182,8 +182,8 @@ void launch_typed(const PlannedAttentionParams& p, cudaStream_t stream) {
 // The body of launch_attention's instantiations.
 template <int kHeadDim>
 void launch_any_type(const PlannedAttentionParams& p, cudaStream_t stream) {
-    if (p.dtype == DType::f16) return launch_typed<cutlass::half_t, kHeadDim>(p, stream);
-    launch_typed<cutlass::bfloat16_t, kHeadDim>(p, stream);
+    if (p.dtype == DType::f16) return launch_typed<Half, kHeadDim>(p, stream);
+    launch_typed<BFloat16, kHeadDim>(p, stream);
 }
 
 }  // namespace bytetx::attention

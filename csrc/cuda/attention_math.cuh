@@ -3,10 +3,11 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cutlass/numeric_types.h>
 
 #include <cstdint>
 #include <type_traits>
+
+#include "common/element.cuh"
 
 namespace bytetx {
 
@@ -14,9 +15,8 @@ constexpr unsigned kFullMask = 0xffffffffu;
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNoMax = -3.0e38f;  // below every score, and finite: -inf - (-inf) would be NaN
 
-// CUTLASS has types of its own for the same numbers.
 template <typename T>
-constexpr bool is_half = std::is_same_v<T, __half> || std::is_same_v<T, cutlass::half_t>;
+constexpr bool is_half = std::is_same_v<T, __half> || std::is_same_v<T, Half>;
 
 // 2^x to 2 ulp, subnormal results flushed: the weights are rounded to 11 bits right after.
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -1,20 +1,12 @@
 // How tiles of queries, keys and values lie in shared memory for wgmma, and the instructions that
 // read them: what packed attention and paged prefill share.
 //
-// Registers of a thread (wgmma's accumulator layout): rows r0 = 16 * warp + lane / 4 and r0 + 8,
-// columns 8 * j + 2 * (lane % 4) + {0, 1}: element 4 * j + e is row r0, 4 * j + 2 + e is row r0
-// + 8.
+// Registers of a thread: see common/wgmma.cuh.
 #pragma once
-
-#include <cutlass/arch/barrier.h>
-#include <cutlass/arch/reg_reconfig.h>
-#include <cutlass/cutlass.h>
-
-#include <cute/atom/mma_atom.hpp>
-#include <cute/tensor.hpp>
 
 #include "common/launch.cuh"
 #include "common/ring.cuh"
+#include "common/wgmma.cuh"
 #include "cuda/attention_math.cuh"
 
 namespace bytetx {
@@ -35,30 +27,18 @@ struct TileShapes {
     static constexpr int kBoxColumns = kHeadDim % 64 == 0 ? 64 : 32;
     static constexpr int kQElements = kTileRows * kHeadDim;
     static constexpr int kKvElements = kBlockN * kHeadDim;
-    using Atom = std::conditional_t<kBoxColumns == 64, cute::GMMA::Layout_K_SW128_Atom<T>,
-                                    cute::GMMA::Layout_K_SW64_Atom<T>>;
-    using LayoutQ = decltype(cute::tile_to_shape(
-        Atom{}, cute::Shape<cute::Int<kTileRows>, cute::Int<kHeadDim>>{}));
-    using OrderK = std::conditional_t<kGroupsKeys, cute::Step<cute::_2, cute::_1>,
-                                      cute::Step<cute::_1, cute::_2>>;
-    using LayoutK = decltype(cute::tile_to_shape(
-        Atom{}, cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>{}, OrderK{}));
-    using LayoutVt = decltype(cute::composition(
-        LayoutK{}, cute::make_layout(cute::Shape<cute::Int<kHeadDim>, cute::Int<kBlockN>>{},
-                                     cute::Stride<cute::Int<kBlockN>, cute::_1>{})));
-    template <int kN>
-    using MmaQk = decltype(cute::make_tiled_mma(
-        cute::GMMA::ss_op_selector<T, T, float,
-                                   cute::Shape<cute::_64, cute::Int<kN>, cute::Int<kHeadDim>>>()));
-    template <int kN>
-    using MmaQkOfRegisters = decltype(cute::make_tiled_mma(
-        cute::GMMA::rs_op_selector<T, T, float,
-                                   cute::Shape<cute::_64, cute::Int<kN>, cute::Int<kHeadDim>>>()));
-    template <int kN>
-    using MmaPv = decltype(cute::make_tiled_mma(
-        cute::GMMA::rs_op_selector<T, T, float,
-                                   cute::Shape<cute::_64, cute::Int<kHeadDim>, cute::Int<kN>>,
-                                   cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
+    static constexpr int kRowBytes = kBoxColumns * kElementBytes;
+    static constexpr int kBoxes = kHeadDim / kBoxColumns;
+    // Steps from eight rows to the next eight and from box to box, in the units of Operand.
+    static constexpr int kEightRows = 8 * kRowBytes / 16;
+    static constexpr int kQBoxStep = kTileRows / 8 * kEightRows;
+    static constexpr int kKeyStep = kEightRows * (kGroupsKeys ? kBoxes : 1);
+    static constexpr int kBoxStep = kEightRows * (kGroupsKeys ? 1 : kBlockN / 8);
+
+    // Features 16 * step and on.
+    static constexpr int feature_offset(int step, int box_step) {
+        return step / (kBoxColumns / 16) * box_step + step % (kBoxColumns / 16) * 2;
+    }
 };
 
 // A byte offset in a tile, swizzled as wgmma reads it.
@@ -88,17 +68,15 @@ __device__ __forceinline__ uint32_t grouped_offset(int key, int column) {
 // Makes the start of a tile in shared memory, the same in every lane, known as such: from there on
 // the descriptors of its parts are sums of uniform registers. Otherwise the compiler moves each of
 // them, a quarter of a step's work.
-template <typename Descriptors>
-__device__ __forceinline__ auto known_uniform(const Descriptors& tile) {
-    auto start = tile.data();
-    start.desc_.reg32_[0] = uniform(static_cast<int>(start.desc_.reg32_[0]));
-    return cute::make_tensor(start, tile.layout());
+__device__ __forceinline__ Operand known_uniform(Operand tile) {
+    tile.words[0] = static_cast<uint32_t>(uniform(static_cast<int>(tile.words[0])));
+    return tile;
 }
 
 // The same of an address in shared memory, which the compiler would work out again and again.
 template <typename Smem>
 __device__ __forceinline__ Smem* known_uniform(Smem* smem) {
-    const int address = uniform(static_cast<int>(cute::cast_smem_ptr_to_uint(smem)));
+    const int address = uniform(static_cast<int>(smem_address(smem)));
     return static_cast<Smem*>(__cvta_shared_to_generic(address));
 }
 

@@ -47,15 +47,14 @@ struct PackedSource {
     __device__ __forceinline__ void fetch_q(T* q, Slot& slot, uint64_t* full,
                                             const Item& item) const {
         constexpr int kBoundsBytes = sizeof(slot.row_bounds);
-        FullBarrier::arrive_and_expect_tx(
+        FullBarrier::arrive_and_expect(
             full, C::kNumWarpgroups * C::kQElements * kElementBytes + kBoundsBytes);
 #pragma unroll
         for (int w = 0; w < C::kNumWarpgroups; ++w) {
             load_tile<C, kTileRows>(p.q, full, q + w * C::kQElements, item.head,
                                     item.base + w * kTileRows);
         }
-        cute::SM90_BULK_COPY_G2S::copy(p.row_bounds + item.base / 2 * 2, full, slot.row_bounds,
-                                       kBoundsBytes);
+        load_bytes(p.row_bounds + item.base / 2 * 2, full, slot.row_bounds, kBoundsBytes);
     }
 
     __device__ __forceinline__ void start_keys(const Item&, int) const {}
@@ -63,7 +62,7 @@ struct PackedSource {
     __device__ __forceinline__ void fetch_kv(T* k, T* v, uint64_t* full, const Item& item, int row,
                                              int thread) const {
         if (thread != 0) return;
-        FullBarrier::arrive_and_expect_tx(full, 2 * C::kKvBytes);
+        FullBarrier::arrive_and_expect(full, 2 * C::kKvBytes);
         load_tile<C, C::kBlockN>(p.k, full, k, item.head / p.group, row);
         load_tile<C, C::kBlockN>(p.v, full, v, item.head / p.group, row);
     }

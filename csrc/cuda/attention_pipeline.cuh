@@ -123,7 +123,7 @@ struct Consumer {
     __device__ __forceinline__ void wait_kv() {
         FullBarrier::wait(&s.kv_full[kv.index], kv.phase);
         // Threads wrote; wgmma reads as the copy engine does.
-        if constexpr (Source::kThreadsCopy) cutlass::arch::fence_view_async_shared();
+        if constexpr (Source::kThreadsCopy) fence_async_reads();
     }
 
     __device__ __forceinline__ void pass_on(int steps) {
@@ -144,12 +144,12 @@ struct Consumer {
 
     __device__ __forceinline__ void take_turn() const {
         if constexpr (kTakesTurns) {
-            cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + warpgroup);
+            sync_threads_of(256, kTurnBarrier + warpgroup);
         }
     }
     __device__ __forceinline__ void pass_turn() const {
         if constexpr (kTakesTurns) {
-            cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (warpgroup ^ 1));
+            arrive_threads_of(256, kTurnBarrier + (warpgroup ^ 1));
         }
     }
 
@@ -253,8 +253,8 @@ struct Consumer {
     __device__ __forceinline__ void step_apart(const uint32_t (&q)[C::kDim / 4], int first) {
         wait_kv();
         auto scores = rows.template multiply_qk<kWidth>(q, s.k[kv.index]);
-        cute::warpgroup_wait<0>();
-        cute::warpgroup_fence_operand(scores);
+        wait_for_products<0>();
+        scores.pin();
         float factor[2];
         if (weigh<kWidth>(scores, first, factor)) rows.rescale(factor);
         rows.template pack_weights<kWidth>(weights, scores);
@@ -268,8 +268,8 @@ struct Consumer {
         take_turn();
         auto scores = rows.template multiply_qk<kWidth>(q_tile, s.k[kv.index]);
         pass_turn();
-        cute::warpgroup_wait<0>();
-        cute::warpgroup_fence_operand(scores);
+        wait_for_products<0>();
+        scores.pin();
         if (is_last) release_queries();
         float factor[2];  // nothing is in out yet
         weigh<kWidth>(scores, first, factor);
@@ -287,14 +287,14 @@ struct Consumer {
         auto scores = rows.template multiply_qk<kWidth>(q_tile, s.k[kv.index]);
         rows.template multiply_pv<kN>(weights, s.v[before]);
         pass_turn();
-        cute::warpgroup_wait<1>();
-        cute::warpgroup_fence_operand(scores);
+        wait_for_products<1>();
+        scores.pin();
         if (is_last) release_queries();
         float factor[2];
         const bool is_raised = weigh<kWidth>(scores, first, factor);
-        cute::warpgroup_wait<0>();
-        cute::warpgroup_fence_operand(rows.out);
-        cute::warpgroup_fence_operand(scores);  // the weights' registers are free from here on
+        wait_for_products<0>();
+        rows.out.pin();
+        scores.pin();  // the weights' registers are free from here on
         release(&s.kv_empty[before]);
         if (is_raised) rows.rescale(factor);
         rows.template pack_weights<kWidth>(weights, scores);
@@ -303,8 +303,8 @@ struct Consumer {
     template <int kWidth>
     __device__ __forceinline__ void finish() {
         rows.template multiply_pv<kWidth>(weights, s.v[kv.index]);
-        cute::warpgroup_wait<0>();
-        cute::warpgroup_fence_operand(rows.out);
+        wait_for_products<0>();
+        rows.out.pin();
         release(&s.kv_empty[kv.index]);
         kv.advance();
     }
@@ -346,7 +346,7 @@ __device__ __forceinline__ void init_barriers(PipelineSmem<C, Source>& s) {
                               Source::kThreadsCopy ? 32 * Source::kProducerWarps : 1);
             EmptyBarrier::init(&s.kv_empty[i], kConsumerWarps);
         }
-        cutlass::arch::fence_barrier_init();
+        fence_barrier_init();
     }
 }
 
@@ -368,10 +368,10 @@ __global__ void __launch_bounds__(128 * (C::kNumWarpgroups + 1), 1)
     if (static_cast<int>(blockIdx.x) >= num_ctas) return;
     const int thread = static_cast<int>(threadIdx.x);
     if (uniform(thread / 128) == C::kNumWarpgroups) {
-        cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
+        give_registers<C::kProducerRegisters>();
         if (uniform(thread % 128 / 32) < Source::kProducerWarps) produce<C, Source>(p, s, num_ctas);
     } else {
-        cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
+        take_registers<C::kConsumerRegisters>();
         consume<C, Source>(p, s);
     }
 }

@@ -30,9 +30,6 @@ __device__ __forceinline__ unsigned column_bits(int begin, int end) {
 template <typename C>
 struct SoftmaxRows {
     using T = typename C::Element;
-    using AccO = decltype(cute::partition_fragment_C(
-        typename C::template MmaPv<C::kBlockN>{},
-        cute::Shape<cute::Int<kTileRows>, cute::Int<C::kDim>>{}));
     int tid;  // in the warpgroup
     int lane;
     int origin;                // first key of the tile
@@ -40,7 +37,7 @@ struct SoftmaxRows {
     int full_begin, full_end;  // keys that every row of the warp sees
     float row_max[2];          // the scaled score that the weights are relative to
     float sum[2];              // of this thread's weights
-    AccO out;
+    Sums<C::kDim / 2> out;
 
     // The thread's two rows, of the 64.
     __device__ __forceinline__ int row(int half) const {
@@ -50,7 +47,7 @@ struct SoftmaxRows {
     __device__ __forceinline__ void clear() {
         row_max[0] = row_max[1] = kNoMax;
         sum[0] = sum[1] = 0.0f;
-        cute::clear(out);
+        out.clear();
     }
 
     // The keys of the thread's two rows; first: of the tile.
@@ -69,45 +66,38 @@ struct SoftmaxRows {
     // q: a tile in shared memory.
     template <int kN>
     __device__ __forceinline__ auto multiply_qk(const T* q, const T* k) {
-        using namespace cute;
-        typename C::template MmaQk<kN> mma;
-        Tensor q_tile = make_tensor(make_smem_ptr(q), typename C::LayoutQ{});
-        Tensor a = known_uniform(mma.get_thread_slice(tid).partition_fragment_A(q_tile));
-        return multiply_qk<kN>(mma, a, k);
+        const Operand a = known_uniform(operand_at<C::kRowBytes>(q, C::kEightRows));
+        return multiply_keys<kN>(k, [&](float* d, int step, Operand b) {
+            multiply_add<T, kN>(d, a + C::feature_offset(step, C::kQBoxStep), b, step > 0);
+        });
     }
 
     // q: what load_q left in registers.
     template <int kN>
     __device__ __forceinline__ auto multiply_qk(const uint32_t (&q)[C::kDim / 4], const T* k) {
-        using namespace cute;
-        typename C::template MmaQkOfRegisters<kN> mma;
-        using Tile = decltype(make_tensor<T>(Shape<Int<kTileRows>, Int<C::kDim>>{}));
-        auto layout = mma.get_thread_slice(tid).partition_fragment_A(Tile{}).layout();
-        return multiply_qk<kN>(mma, make_tensor(reinterpret_cast<const T*>(q), layout), k);
+        return multiply_keys<kN>(k, [&](float* d, int step, Operand b) {
+            multiply_add<T, kN, false>(d, q + 4 * step, b, step > 0);
+        });
     }
 
-    template <int kN, typename Mma, typename A>
-    __device__ __forceinline__ auto multiply_qk(Mma& mma, const A& a, const T* k) {
-        using namespace cute;
-        Tensor k_tile = local_tile(make_tensor(make_smem_ptr(k), typename C::LayoutK{}),
-                                   Shape<Int<kN>, Int<C::kDim>>{}, make_coord(_0{}, _0{}));
-        Tensor b = known_uniform(mma.get_thread_slice(tid).partition_fragment_B(k_tile));
-        Tensor acc = partition_fragment_C(mma, Shape<Int<kTileRows>, Int<kN>>{});
-        mma.accumulate_ = GMMA::ScaleOut::Zero;
-        warpgroup_fence_operand(acc);
-        warpgroup_arrive();
-        CUTE_UNROLL
-        for (int step = 0; step < size<2>(a); ++step) {
-            cute::gemm(mma, a(_, _, step), b(_, _, step), acc);
-            mma.accumulate_ = GMMA::ScaleOut::One;
+    // multiply(d, step, b): by 16 features of the keys.
+    template <int kN, typename Multiply>
+    __device__ __forceinline__ auto multiply_keys(const T* k, const Multiply& multiply) {
+        const Operand b = known_uniform(operand_at<C::kRowBytes>(k, C::kKeyStep));
+        Sums<kN / 2> scores = {};
+        scores.pin();
+        begin_products();
+#pragma unroll
+        for (int step = 0; step < C::kDim / 16; ++step) {
+            multiply(scores.x, step, b + C::feature_offset(step, C::kBoxStep));
         }
-        warpgroup_commit_batch();
-        return acc;
+        commit_products();
+        return scores;
     }
 
     // Queries as the A operand of wgmma: four 8 x 8 matrices for each 16 features.
     __device__ __forceinline__ void load_q(uint32_t (&q)[C::kDim / 4], const T* tile) const {
-        const uint32_t start = cute::cast_smem_ptr_to_uint(tile);
+        const uint32_t start = smem_address(tile);
 #pragma unroll
         for (int i = 0; i < C::kDim / 4; i += 4) {
             const int row = tid / 32 * 16 + lane % 16, column = 4 * i + lane / 16 * 8;
@@ -119,23 +109,16 @@ struct SoftmaxRows {
 
     template <int kN>
     __device__ __forceinline__ void multiply_pv(const uint32_t* weights, const T* v) {
-        using namespace cute;
-        typename C::template MmaPv<kN> mma;
-        auto thread = mma.get_thread_slice(tid);
-        Tensor v_tile = local_tile(make_tensor(make_smem_ptr(v), typename C::LayoutVt{}),
-                                   Shape<Int<C::kDim>, Int<kN>>{}, make_coord(_0{}, _0{}));
-        Tensor b = known_uniform(thread.partition_fragment_B(v_tile));
-        auto layout =
-            thread.partition_fragment_A(make_tensor<T>(Shape<Int<kTileRows>, Int<kN>>{})).layout();
-        Tensor a = make_tensor(reinterpret_cast<const T*>(weights), layout);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-        warpgroup_fence_operand(out);
-        warpgroup_arrive();
-        CUTE_UNROLL
-        for (int step = 0; step < size<2>(a); ++step) {
-            cute::gemm(mma, a(_, _, step), b(_, _, step), out);
+        const Operand b = known_uniform(
+            operand_at<C::kRowBytes>(v, C::kKeyStep, C::kBoxes > 1 ? C::kBoxStep : 0));
+        out.pin();
+        begin_products();
+#pragma unroll
+        for (int step = 0; step < kN / 16; ++step) {
+            multiply_add<T, C::kDim, true>(out.x, weights + 4 * step, b + step * 2 * C::kKeyStep,
+                                           1);
         }
-        warpgroup_commit_batch();
+        commit_products();
     }
 
     // Whether every row of the warp sees every one of the keys first .. first + kN - 1.

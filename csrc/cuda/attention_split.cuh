@@ -5,8 +5,6 @@
 // tokens the same, which are two steps; H200, 2026-11-21).
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "cuda/attention_store.cuh"
 
 namespace bytetx::attention {
@@ -71,7 +69,7 @@ __global__ void __launch_bounds__(128 * C::kNumWarpgroups, 1)
             FullBarrier::init(&s.k_full[warpgroup][i], 1);
             FullBarrier::init(&s.v_full[warpgroup][i], 1);
         }
-        cutlass::arch::fence_barrier_init();
+        fence_barrier_init();
     }
     __syncwarp();  // as in tile_kernel
     wait_for_prior_kernel();
@@ -81,15 +79,15 @@ __global__ void __launch_bounds__(128 * C::kNumWarpgroups, 1)
     const int base = uniform(entry.x), rows = uniform(entry.y);
     const int begin = uniform(entry.z) + warpgroup * kN, end = uniform(entry.w);
     if (threadIdx.x == 0) {
-        FullBarrier::arrive_and_expect_tx(&s.q_full, C::kQElements * kElementBytes);
+        FullBarrier::arrive_and_expect(&s.q_full, C::kQElements * kElementBytes);
         load_tile<C, kTileRows>(p.q, &s.q_full, s.q, head, base);
     }
     const auto fetch = [&](int stage, int row) {
         if (row >= end) return;
         uint64_t *k_full = &s.k_full[warpgroup][stage], *v_full = &s.v_full[warpgroup][stage];
-        FullBarrier::arrive_and_expect_tx(k_full, C::kKvBytes);
+        FullBarrier::arrive_and_expect(k_full, C::kKvBytes);
         load_tile<C, kN>(p.k, k_full, own.k[stage], kv_head, row);
-        FullBarrier::arrive_and_expect_tx(v_full, C::kKvBytes);
+        FullBarrier::arrive_and_expect(v_full, C::kKvBytes);
         load_tile<C, kN>(p.v, v_full, own.v[stage], kv_head, row);
     };
     if (thread == 0) {
@@ -113,7 +111,7 @@ __global__ void __launch_bounds__(128 * C::kNumWarpgroups, 1)
             tile.template attend<kN>(s.q, k, v, first, [] {}, wait_v);
         }
         if (first + kStride >= end) break;
-        cutlass::arch::NamedBarrier::sync(128, warpgroup);  // the four warps have read the stage
+        sync_threads_of(128, warpgroup);  // the four warps have read the stage
         if (thread == 0) fetch(at.index, first + C::kStages * kStride);
     }
     if (warpgroup > 0) {

@@ -14,7 +14,7 @@ namespace bytetx::attention {
 // 0 where both halves of a word of two T are finite, else NaN in at least one of them; plus probe.
 template <typename T>
 __device__ __forceinline__ uint32_t probe_finite(uint32_t word, uint32_t probe) {
-    if constexpr (std::is_same_v<T, cutlass::half_t>) {
+    if constexpr (std::is_same_v<T, Half>) {
         asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(probe) : "r"(word), "r"(0));
     } else {
         asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(probe) : "r"(word), "r"(0));

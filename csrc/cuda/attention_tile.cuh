@@ -78,8 +78,8 @@ struct RowTile : SoftmaxRows<C> {
     __device__ __forceinline__ void attend(const T* q, const T* k, const T* v, int first,
                                            Find&& find, WaitV&& wait_v) {
         auto scores = Rows::template multiply_qk<kN>(q, k);
-        cute::warpgroup_wait<0>();
-        cute::warpgroup_fence_operand(scores);
+        wait_for_products<0>();
+        scores.pin();
         if constexpr (C::kChangesScores) change<kN>(scores, first);
         float factor[2];
         if (weigh<kN>(scores, first, factor, find)) Rows::rescale(factor);
@@ -87,8 +87,8 @@ struct RowTile : SoftmaxRows<C> {
         Rows::template pack_weights<kN>(weights, scores);
         wait_v();
         Rows::template multiply_pv<kN>(weights, v);
-        cute::warpgroup_wait<0>();
-        cute::warpgroup_fence_operand(out);
+        wait_for_products<0>();
+        out.pin();
     }
 
     template <int kN, typename Scores, typename Find>

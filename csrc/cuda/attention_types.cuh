@@ -4,7 +4,6 @@
 #include <cuda.h>
 
 #include <cstdint>
-#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "common/launch.cuh"
 #include "cuda/attention_mma.cuh"
@@ -64,9 +63,6 @@ struct TileTypes : TileShapes<T, kHeadDim, Tiling::kBlockN, Tiling::kGroupsKeys>
     static constexpr int kKvBytes = kBlockN * kHeadDim * kElementBytes;
 };
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
 // Copies kRows token rows of one head to a swizzled tile, box by box; rows and columns that the
 // tensor does not have arrive as zeros and count as bytes.
 template <typename C, int kRows>
@@ -74,9 +70,8 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, uint64_t* barr
                                           typename C::Element* tile, int head, int row) {
 #pragma unroll
     for (int box = 0; box < C::kDim / C::kBoxColumns; ++box) {
-        cute::SM90_TMA_LOAD_3D::copy(
-            &map, barrier, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-            tile + box * kRows * C::kBoxColumns, box * C::kBoxColumns, head, row);
+        load_box(&map, barrier, L2Policy::evict_normal, tile + box * kRows * C::kBoxColumns,
+                 box * C::kBoxColumns, head, row);
     }
 }
 

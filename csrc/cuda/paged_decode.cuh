@@ -83,7 +83,7 @@ __device__ __forceinline__ void init_barriers(DecodeSmem<C>& s) {
     }
     Barrier::init(&s.join_full, 32 * kComputeWarps);
     Barrier::init(&s.join_empty, 32);
-    cutlass::arch::fence_barrier_init();
+    fence_barrier_init();
 }
 
 template <typename C>

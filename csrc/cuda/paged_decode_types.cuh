@@ -1,17 +1,14 @@
 // What the warps of the decode kernel share: parameters, sizes, and what lies in shared memory.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "common/launch.cuh"
+#include "common/ptx.cuh"
 #include "common/ring.cuh"
 #include "common/row.cuh"
 #include "cuda/paged_mma.cuh"
 #include "cuda/paged_plan.cuh"
 
 namespace bytetx::paged {
-
-using Barrier = cutlass::arch::ClusterBarrier;
 
 struct DecodeParams {
     const void* q;

@@ -119,8 +119,8 @@ void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream);
 // The body of launch_prefill's instantiations.
 template <int kHeadDim>
 void launch_prefill_of_any_type(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
-    if (p.dtype == DType::f16) return launch_prefill_typed<cutlass::half_t, kHeadDim>(p, stream);
-    launch_prefill_typed<cutlass::bfloat16_t, kHeadDim>(p, stream);
+    if (p.dtype == DType::f16) return launch_prefill_typed<Half, kHeadDim>(p, stream);
+    launch_prefill_typed<BFloat16, kHeadDim>(p, stream);
 }
 
 }  // namespace bytetx::paged

@@ -26,7 +26,7 @@
 
 namespace bytetx::paged {
 
-using attention::Counters, attention::FullBarrier;
+using attention::Counters;
 
 // TMA maps first: they must be 64-byte aligned.
 struct PrefillParams {
@@ -169,7 +169,7 @@ struct PrefillSource {
     // Tokens after the piece's are neighbours, whose rows are not stored.
     __device__ __forceinline__ void fetch_q(T* q, Slot&, uint64_t* full, const Item& item) const {
         const int tokens = p.warpgroup_tokens();
-        FullBarrier::arrive_and_expect_tx(
+        FullBarrier::arrive_and_expect(
             full, C::kNumWarpgroups * tokens * p.group * C::kDim * kElementBytes);
 #pragma unroll
         for (int w = 0; w < C::kNumWarpgroups; ++w) {
@@ -245,7 +245,7 @@ struct PagedSource : PrefillSource<C> {
     __device__ __forceinline__ void fetch_kv(T* k, T* v, uint64_t* full, const Item& item, int row,
                                              int lane) {
         const Params& p = this->p;
-        if (lane == 0) FullBarrier::arrive_and_expect_tx(full, 2 * C::kKvBytes);
+        if (lane == 0) FullBarrier::arrive_and_expect(full, 2 * C::kKvBytes);
         __syncwarp();
         const int key = row + lane * p.box_keys;
         if (lane * p.box_keys < C::kBlockN) {
@@ -253,8 +253,8 @@ struct PagedSource : PrefillSource<C> {
             const int group = key < item.end ? slot / 8 : kOutside;
             const int at = lane * p.box_keys * C::kDim;
             const int column = item.kv_head * (C::kDim / C::kBoxColumns);
-            load_box(p.k, full, k + at, column, group);
-            load_box(p.v, full, v + at, column, group);
+            load_group(p.k, full, k + at, column, group);
+            load_group(p.v, full, v + at, column, group);
         }
         page = find_page(item, key + C::kBlockN);
     }
@@ -265,11 +265,9 @@ struct PagedSource : PrefillSource<C> {
         return __ldg(this->p.page_table + item.sequence * this->p.max_pages +
                      (key >> this->p.page_shift));
     }
-    __device__ __forceinline__ void load_box(const CUtensorMap& map, uint64_t* full, T* to,
-                                             int column, int group) const {
-        cute::SM90_TMA_LOAD_4D::copy(&map, full,
-                                     static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                     to, 0, 0, column, group);
+    __device__ __forceinline__ void load_group(const CUtensorMap& map, uint64_t* full, T* to,
+                                               int column, int group) const {
+        load_box(&map, full, L2Policy::evict_normal, to, 0, 0, column, group);
     }
 };
 
@@ -289,7 +287,7 @@ struct PagedCopySource : PrefillSource<C> {
 
     __device__ __forceinline__ int share(int value, Slot& slot) const {
         if (threadIdx.x % 128 == 0) slot.next = value;
-        cutlass::arch::NamedBarrier::sync(128, kShareBarrier);
+        sync_threads_of(128, kShareBarrier);
         return slot.next;
     }
 
@@ -302,9 +300,9 @@ struct PagedCopySource : PrefillSource<C> {
         copy(this->p.k_cache, k, item.kv_head, thread);
         copy(this->p.v_cache, v, item.kv_head, thread);
         // One arrival, when all copies of this thread so far are there.
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                         cute::cast_smem_ptr_to_uint(full))
-                     : "memory");
+        asm volatile(
+            "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(full))
+            : "memory");
         find_slots(item, row + C::kBlockN, thread);
     }
 
@@ -324,7 +322,7 @@ struct PagedCopySource : PrefillSource<C> {
     __device__ __forceinline__ void copy(const void* cache, T* rows, int kv_head,
                                          int thread) const {
         const auto& p = this->p;
-        const auto to = cute::cast_smem_ptr_to_uint(rows);
+        const auto to = smem_address(rows);
 #pragma unroll
         for (int i = 0; i < kLaneKeys; ++i) {  // 32 keys at a time: slots are registers
 #pragma unroll 2

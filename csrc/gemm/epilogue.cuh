@@ -111,20 +111,20 @@ __device__ __forceinline__ float activate(float x, const ActivationConstants& c)
     return x < c.floor ? c.floor : x;  // NaN stays NaN
 }
 
-__device__ __forceinline__ float2 unpack(uint32_t word, cutlass::half_t) {
+__device__ __forceinline__ float2 unpack(uint32_t word, Half) {
     return __half22float2(reinterpret_cast<const __half2&>(word));
 }
 
-__device__ __forceinline__ float2 unpack(uint32_t word, cutlass::bfloat16_t) {
+__device__ __forceinline__ float2 unpack(uint32_t word, BFloat16) {
     return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(word));
 }
 
-__device__ __forceinline__ uint32_t pack(float low, float high, cutlass::half_t) {
+__device__ __forceinline__ uint32_t pack(float low, float high, Half) {
     const __half2 pair = __floats2half2_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
 }
 
-__device__ __forceinline__ uint32_t pack(float low, float high, cutlass::bfloat16_t) {
+__device__ __forceinline__ uint32_t pack(float low, float high, BFloat16) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
 }
@@ -147,9 +147,7 @@ __device__ __forceinline__ uint4 load_if(bool condition, const void* address) {
 // Of what CTA `rank` of the cluster has where this CTA has `own`, in shared memory.
 __device__ __forceinline__ uint32_t peer_address(const void* own, int rank) {
     uint32_t remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(remote)
-        : "r"(cute::cast_smem_ptr_to_uint(own)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(own)), "r"(rank));
     return remote;
 }
 
@@ -183,12 +181,6 @@ struct TileLayout {
     // overlapping.
     __device__ __forceinline__ int inside_column(int q) const {
         return first_column + (has_group(q) ? q * kPermutedRows : 0);
-    }
-
-    template <typename Accumulators>
-    static __device__ __forceinline__ void clear(Accumulators& sums) {
-#pragma unroll
-        for (int i = 0; i < cute::size(Accumulators{}); ++i) sums(i) = 0.0f;
     }
 
     // sums += eight neighbours of 16 bits.

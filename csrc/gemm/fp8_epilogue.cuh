@@ -65,7 +65,7 @@ struct Fp8Epilogue : EpilogueDefaults, TileLayout<C> {
             load_eight(columns[q].scale, in.b_scale + column);
             if (in.bias != nullptr) load_eight(columns[q].bias, in.bias + column);
         }
-        cute::clear(sums);
+        sums.clear();
     }
 
     template <typename Accumulators>

@@ -32,10 +32,10 @@ void launch_fp8_epilogue(const Fp8LinearParams& o, cudaStream_t stream) {
 
 template <typename Tile>
 void launch_fp8_linear(const Fp8LinearParams& o, cudaStream_t stream) {
-    using C = Config<cutlass::float_e4m3_t, Tile>;
-    if (o.is_d_fp8) return launch_fp8_epilogue<C, cutlass::float_e4m3_t>(o, stream);
-    if (o.dtype == DType::f16) return launch_fp8_epilogue<C, cutlass::half_t>(o, stream);
-    launch_fp8_epilogue<C, cutlass::bfloat16_t>(o, stream);
+    using C = Config<E4m3, Tile>;
+    if (o.is_d_fp8) return launch_fp8_epilogue<C, E4m3>(o, stream);
+    if (o.dtype == DType::f16) return launch_fp8_epilogue<C, Half>(o, stream);
+    launch_fp8_epilogue<C, BFloat16>(o, stream);
 }
 
 }  // namespace bytetx::gemm

@@ -54,7 +54,7 @@ __device__ __forceinline__ void init_barriers(const K& k) {
         init_ring<C>(k.p, k.s);
         Producer::init_barriers(k);
         Epilogue::init_barriers(k);
-        cutlass::arch::fence_barrier_init();
+        fence_barrier_init();
     }
     k.at.sync_start();
 }
@@ -123,14 +123,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasOfSm)
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     if (group == C::kConsumers * C::kTogether) {
         if constexpr (C::kProducerRegisters > 0) {
-            cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
+            give_registers<C::kProducerRegisters>();
         }
         Producer::run(k, static_cast<int>(threadIdx.x) % kWarpgroupThreads);
         at.end_producer();
         if constexpr (Scheduler::kProducerReturns) return;
     } else {
         if constexpr (C::kConsumerRegisters > 0) {
-            cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
+            take_registers<C::kConsumerRegisters>();
         }
         if constexpr (kWaitsFirst) {
             Epilogue::before_tiles(k);

@@ -58,7 +58,7 @@ struct LinearEpilogue : EpilogueDefaults, TileLayout<C> {
     // sums = bias, or 0.
     template <typename Accumulators, typename Wait>
     __device__ __forceinline__ void begin(Accumulators& sums, const Wait& wait) const {
-        this->clear(sums);
+        sums.clear();
         if (in.bias != nullptr) add_bias(sums);
         wait();
     }

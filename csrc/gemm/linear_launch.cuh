@@ -141,8 +141,8 @@ void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
 
 template <typename Tile>
 void launch_linear(const LinearParams& o, cudaStream_t stream) {
-    if (o.dtype == DType::f16) return launch_epilogue<cutlass::half_t, Tile>(o, stream);
-    launch_epilogue<cutlass::bfloat16_t, Tile>(o, stream);
+    if (o.dtype == DType::f16) return launch_epilogue<Half, Tile>(o, stream);
+    launch_epilogue<BFloat16, Tile>(o, stream);
 }
 
 }  // namespace bytetx::gemm

@@ -47,8 +47,8 @@ void launch_row_norm(const LinearNormParams& o, cudaStream_t stream) {
 
 template <typename Tile>
 void launch_linear_norm(const LinearNormParams& o, cudaStream_t stream) {
-    if (o.dtype == DType::f16) return launch_row_norm<Config<cutlass::half_t, Tile>>(o, stream);
-    launch_row_norm<Config<cutlass::bfloat16_t, Tile>>(o, stream);
+    if (o.dtype == DType::f16) return launch_row_norm<Config<Half, Tile>>(o, stream);
+    launch_row_norm<Config<BFloat16, Tile>>(o, stream);
 }
 
 }  // namespace bytetx::gemm

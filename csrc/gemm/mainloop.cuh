@@ -12,36 +12,39 @@ template <typename C, typename S, typename Index, typename OnLast>
 __device__ __forceinline__ void multiply(S& s, int num_blocks, Index& ring,
                                          typename C::Accumulators& sums, OnLast&& on_last,
                                          int a_offset) {
-    using namespace cute;
-    typename C::Mma mma;
-    auto thread = mma.get_thread_slice(static_cast<int>(threadIdx.x) % kWarpgroupThreads);
-    mma.accumulate_ = GMMA::ScaleOut::One;
+    constexpr int kRowBytes = kBlockK * kElementBytes, kGroupStep = 8 * kRowBytes / 16;
+    constexpr int kFeatureBytes = 32;  // of one wgmma
     const auto multiply_stage = [&] {
         FullBarrier::wait(&s.ring.full[ring.index], ring.phase);
-        Tensor a_tile = make_tensor(make_smem_ptr(C::operand(s.stages.a(ring.index)) + a_offset),
-                                    typename C::LayoutA{});
-        Tensor b_tile =
-            make_tensor(make_smem_ptr(C::operand(s.stages.b(ring.index))), typename C::LayoutB{});
-        Tensor a = thread.partition_fragment_A(a_tile);
-        Tensor b = thread.partition_fragment_B(b_tile);
-        warpgroup_arrive();
-        cute::gemm(mma, a, b, sums);
-        warpgroup_commit_batch();
+        const Operand a = operand_at<kRowBytes>(s.stages.a(ring.index) + a_offset, kGroupStep);
+        const Operand b = operand_at<kRowBytes>(s.stages.b(ring.index), kGroupStep);
+        begin_products();
+#pragma unroll
+        for (int step = 0; step < kRowBytes / kFeatureBytes; ++step) {
+#pragma unroll
+            for (int rows = 0; rows < C::kRowBlocks; ++rows) {
+                multiply_add<typename C::Factor, C::kTileN>(
+                    sums.x + rows * (C::kTileN / 2),
+                    a + (rows * 8 * kGroupStep + step * (kFeatureBytes / 16)),
+                    b + step * (kFeatureBytes / 16), 1);
+            }
+        }
+        commit_products();
     };
-    warpgroup_fence_operand(sums);
+    sums.pin();
     int previous = ring.index;
     multiply_stage();
     ring.advance();
     for (int block = 1; block < num_blocks; ++block) {
         multiply_stage();
-        warpgroup_wait<1>();  // the block before is done with its stage
+        wait_for_products<1>();  // the block before is done with its stage
         release_stage<C>(s, previous);
         previous = ring.index;
         ring.advance();
     }
     on_last();
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(sums);
+    wait_for_products<0>();
+    sums.pin();
     release_stage<C>(s, previous);
 }
 

@@ -29,26 +29,25 @@ struct ProducerDefaults {
 // Rows of a tile from `row` on.
 template <typename C, typename S>
 __device__ __forceinline__ void fetch_a(const CUtensorMap* map, S& s, int stage, int k, int row) {
-    const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    cute::SM90_TMA_LOAD_2D::copy(map, &s.ring.full[stage], hint, s.stages.a(stage), k, row);
+    const auto hint = L2Policy::evict_normal;
+    load_box(map, &s.ring.full[stage], hint, s.stages.a(stage), k, row);
 }
 
 // A CTA's share of a stage's rows, which all CTAs of the cluster get.
 template <typename C, typename S>
 __device__ __forceinline__ void fetch_b(const Problem& p, S& s, int stage, int rank, int k,
                                         int row) {
-    const auto hint = static_cast<uint64_t>(C::kIsForSmallM ? cute::TMA::CacheHintSm90::EVICT_NORMAL
-                                                            : cute::TMA::CacheHintSm90::EVICT_LAST);
+    constexpr L2Policy hint = C::kIsForSmallM ? L2Policy::evict_normal : L2Policy::evict_last;
     if constexpr (C::kClusterCtas == 1) {
-        cute::SM90_TMA_LOAD_5D::copy(&p.b, &s.ring.full[stage], hint, s.stages.b(stage), k, 0, 0, 0,
-                                     row / kPermutedRows);
+        load_box(&p.b, &s.ring.full[stage], hint, s.stages.b(stage), k, 0, 0, 0,
+                 row / kPermutedRows);
     } else {
         constexpr int kRows = C::kTileN / C::kClusterCtas;
         static_assert(kRows % kPermutedRows == 0);
         constexpr uint16_t kAll = (1 << C::kClusterCtas) - 1;
-        cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&p.b, &s.ring.full[stage], kAll, hint,
-                                               s.stages.b(stage) + rank * kRows * kBlockK, k, 0, 0,
-                                               0, (row + rank * kRows) / kPermutedRows);
+        load_box_to(kAll, &p.b, &s.ring.full[stage], hint,
+                    s.stages.b(stage) + rank * kRows * kBlockK, k, 0, 0, 0,
+                    (row + rank * kRows) / kPermutedRows);
     }
 }
 
@@ -68,12 +67,12 @@ __device__ __forceinline__ void fetch_operands(const K& k, const Weights& fetch_
     constexpr int kUnroll = kIsPersistent ? 1 : 4;
     const Share blocks = at.k_blocks();
     const auto begin_stage = [&](int stage, int block, int n) {
-        FullBarrier::arrive_and_expect_tx(&s.ring.full[stage], s.stages.stage_bytes(p.stages));
+        FullBarrier::arrive_and_expect(&s.ring.full[stage], s.stages.stage_bytes(p.stages));
         fetch_weights(stage, block * kBlockK, n);
     };
     const int early =  // blocks of the first tile
         at.has(at.cluster) ? min(s.stages.num_stages(p.stages), blocks.end - blocks.begin) : 0;
-    cute::prefetch_tma_descriptor(&p.a);
+    prefetch_map(&p.a);
     for (int i = 0; i < early; ++i) begin_stage(i, blocks.begin + i, at.tile_n(at.cluster));
     wait_for_prior_kernel();
     auto ring = s.stages.first(p.stages);
@@ -136,7 +135,7 @@ __device__ __forceinline__ void fetch_tile_inputs(const K& k) {
         uint64_t* full = &s.epilogue.input_full[group];
         for (int strip = 0; strip < Epilogue::Smem::kStrips; ++strip, phase ^= 1) {
             EmptyBarrier::wait(&s.epilogue.input_empty, phase);  // pairs with release_input()
-            FullBarrier::arrive_and_expect_tx(full, sizeof(s.epilogue.input));
+            FullBarrier::arrive_and_expect(full, sizeof(s.epilogue.input));
             Epilogue::fetch_input(k, full, tile, strip);
         }
         group ^= 1;
@@ -181,7 +180,7 @@ __device__ __forceinline__ void fetch_blocks(const K& k, Index& ring, const Fetc
     auto& [p, s, at] = k;
     for (int block = 0; block < p.num_k_blocks; ++block, ring.advance()) {
         EmptyBarrier::wait(&s.ring.empty[ring.index], ring.phase ^ 1);  // pairs with release_stage
-        FullBarrier::arrive_and_expect_tx(&s.ring.full[ring.index], C::kStageBytes);
+        FullBarrier::arrive_and_expect(&s.ring.full[ring.index], C::kStageBytes);
         fetch(ring.index, block * kBlockK);
     }
 }
@@ -205,17 +204,17 @@ struct SharedRowsProducer : ProducerDefaults {
         constexpr int kRows = C::kTileM / C::kClusterCtas;
         constexpr uint16_t kAll = (1 << C::kClusterCtas) - 1;
         static_assert(kRows % 8 == 0);  // the period of the swizzle
-        const auto a_hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-        const auto b_hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+        const auto a_hint = L2Policy::evict_normal;
+        const auto b_hint = L2Policy::evict_last;
         auto ring = s.stages.first(p.stages);
         for (int tile = at.cluster; at.has(tile); tile += at.num_clusters) {
             const int m = at.tile_m(tile) + at.rank * kRows;
             fetch_blocks<C>(k, ring, [&](int stage, int feature) {
                 uint64_t* full = &s.ring.full[stage];
                 auto* part = s.stages.a(stage) + at.rank * kRows * kBlockK;
-                cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&p.a, full, kAll, a_hint, part, feature, m);
-                cute::SM90_TMA_LOAD_5D::copy(&p.b, full, b_hint, s.stages.b(stage), feature, 0, 0,
-                                             0, at.tile_n(tile) / kPermutedRows);
+                load_box_to(kAll, &p.a, full, a_hint, part, feature, m);
+                load_box(&p.b, full, b_hint, s.stages.b(stage), feature, 0, 0, 0,
+                         at.tile_n(tile) / kPermutedRows);
             });
         }
     }

@@ -33,11 +33,10 @@ struct ResidualEpilogue : LinearEpilogue<C, ActivationForm::linear, false> {
     template <typename K>
     static __device__ __forceinline__ void fetch_input(const K& k, uint64_t* full, int tile,
                                                        int strip) {
-        const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+        const auto hint = L2Policy::evict_first;
         const int column = k.at.tile_n(tile) + strip * C::kInputColumns, row = k.at.tile_m(tile);
         fetch_boxes<C>(k.s.epilogue, [&](auto* to, int offset) {
-            cute::SM90_TMA_LOAD_2D::copy(&k.p.epilogue.residual_map, full, hint, to,
-                                         column + offset, row);
+            load_box(&k.p.epilogue.residual_map, full, hint, to, column + offset, row);
         });
     }
 

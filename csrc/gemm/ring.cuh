@@ -71,8 +71,7 @@ __device__ __forceinline__ void release_stage(S& s, int stage) {
     if constexpr (C::kClusterCtas == 1) {
         if (lane == 0) EmptyBarrier::arrive(&s.ring.empty[stage]);
     } else {
-        EmptyBarrier::arrive(&s.ring.empty[stage], static_cast<uint32_t>(lane),
-                             lane < C::kClusterCtas);
+        if (lane < C::kClusterCtas) EmptyBarrier::arrive_at(&s.ring.empty[stage], lane);
     }
 }
 

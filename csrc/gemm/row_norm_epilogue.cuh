@@ -89,9 +89,9 @@ struct RowNormEpilogue : EpilogueDefaults {
 
     template <typename K>
     static __device__ __forceinline__ void fetch_input(const K& k, uint64_t* full, int tile, int) {
-        const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-        cute::SM90_TMA_LOAD_3D::copy(&k.p.epilogue.residual_map, full, hint, k.s.epilogue.input, 0,
-                                     k.at.tile_m(tile), k.at.tile_n(tile) / kPermutedRows);
+        const auto hint = L2Policy::evict_first;
+        load_box(&k.p.epilogue.residual_map, full, hint, k.s.epilogue.input, 0, k.at.tile_m(tile),
+                 k.at.tile_n(tile) / kPermutedRows);
     }
 
     static __device__ __forceinline__ constexpr int row_offset(int i) {
@@ -215,8 +215,8 @@ struct RowNormEpilogue : EpilogueDefaults {
         const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
         auto& places = s.moments[group][round % 2];
         uint64_t* arrived = &s.arrived[group][round % 2];
-        if (thread == 0) FullBarrier::arrive_and_expect_tx(arrived, sizeof(places));
-        const auto rank = static_cast<int>(cute::block_rank_in_cluster());
+        if (thread == 0) FullBarrier::arrive_and_expect(arrived, sizeof(places));
+        const auto rank = cluster_rank();
 #pragma unroll
         for (int to = 0; to < kCtas; ++to) {  // the CTA itself is one of them
             asm volatile(

@@ -35,16 +35,16 @@ struct WholeKCta {
 
     __device__ __forceinline__ void sync_start() const {
         if constexpr (C::kClusterCtas > 1) {
-            cute::cluster_arrive_relaxed();
-            cute::cluster_wait();
+            arrive_in_cluster_relaxed();
+            wait_for_cluster();
         } else {
             __syncthreads();
         }
     }
     __device__ __forceinline__ void sync_end() const {
         if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it
-            cute::cluster_arrive_relaxed();
-            cute::cluster_wait();
+            arrive_in_cluster_relaxed();
+            wait_for_cluster();
         }
     }
     __device__ __forceinline__ void end_producer() const {}
@@ -66,7 +66,7 @@ template <typename C>
 struct RasterScheduler : PersistentCta<C> {
     using Inputs = RasterOrder;
     const Inputs& raster;
-    int rank = C::kClusterCtas > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
+    int rank = C::kClusterCtas > 1 ? cluster_rank() : 0;
     int cluster = static_cast<int>(blockIdx.x) / C::kClusterCtas;
     int num_clusters = static_cast<int>(gridDim.x) / C::kClusterCtas;
 
@@ -113,7 +113,7 @@ struct OneTileScheduler : WholeKCta<C> {
     struct Inputs {};
     static constexpr bool kIsPersistent = false;
     static constexpr int num_clusters = 0;
-    int rank = static_cast<int>(cute::block_rank_in_cluster());
+    int rank = cluster_rank();
     int cluster = static_cast<int>(blockIdx.x) / C::kClusterCtas;
     int m, n;  // of the tile
 
@@ -135,8 +135,8 @@ struct SplitKCta {
     struct Inputs {};
     static constexpr bool kIsPersistent = false;
     static constexpr int num_clusters = 0;
-    int rank = static_cast<int>(cute::block_rank_in_cluster());
-    int num_ranks = static_cast<int>(cute::cluster_shape().x);
+    int rank = cluster_rank();
+    int num_ranks = cluster_size();
     int cluster = static_cast<int>(blockIdx.x) / num_ranks;
     int m, n;  // of the tile
     Share blocks;
@@ -164,12 +164,12 @@ struct SplitKScheduler : SplitKCta<C> {
     // The other CTAs' barriers are there behind a wait, which every thread does before it ends.
     __device__ __forceinline__ void sync_start() const {
         __syncthreads();
-        if (this->num_ranks > 1) cute::cluster_arrive();
+        if (this->num_ranks > 1) arrive_in_cluster();
     }
     __device__ __forceinline__ void sync_end() const {}
     __device__ __forceinline__ void end_producer() const {
         __syncwarp();
-        if (this->num_ranks > 1) cute::cluster_wait();
+        if (this->num_ranks > 1) wait_for_cluster();
     }
 };
 

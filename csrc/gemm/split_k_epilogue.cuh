@@ -49,8 +49,8 @@ struct SplitKEpilogue : LinearEpilogue<C, kForm, kGated> {
         const int units = num_units(k.at.rank, k.at.num_ranks);
         FullBarrier::init(&k.s.epilogue.arrived, 1);
         if (units > 0) {
-            FullBarrier::arrive_and_expect_tx(&k.s.epilogue.arrived,
-                                              units * k.at.num_ranks * kUnitBytes);
+            FullBarrier::arrive_and_expect(&k.s.epilogue.arrived,
+                                           units * k.at.num_ranks * kUnitBytes);
         }
     }
 
@@ -72,7 +72,7 @@ struct SplitKEpilogue : LinearEpilogue<C, kForm, kGated> {
     template <typename Accumulators>
     __device__ __forceinline__ void finish(const Accumulators& sums) const {
         if (num_ranks == 1) return Linear::finish(sums);
-        cute::cluster_wait();  // all ranks expect what now comes; pairs with sync_start()
+        wait_for_cluster();  // all ranks expect what now comes; pairs with sync_start()
         push(sums);
         finish_units();
     }
@@ -91,7 +91,7 @@ struct SplitKEpilogue : LinearEpilogue<C, kForm, kGated> {
     template <typename Accumulators, typename Owns, typename Wait>
     __device__ __forceinline__ void begin_units(Accumulators& sums, const Owns& owns,
                                                 const Wait& wait) const {
-        this->clear(sums);
+        sums.clear();
         if (this->in.bias != nullptr) this->add_bias(sums, owns);
         wait();
         if (this->in.residual != nullptr) this->add_residual(sums, owns);
