@@ -151,11 +151,12 @@ def _cases(machine: str, suite: str, cases: str = ".*", rivals: Mapping[str, str
     lines.append("|---|--:|--:|" + ("--:|" * len(heads) if rivals else "---|--:|"))
     for case, record in found:
         assert record.unit == found[0][1].unit, f"{suite} has several units"
-        names = list(rivals) or [strongest(record)]
+        best = strongest(record)
+        names = list(rivals) or [best or ""]
         ratios = [
             ratio_words(record.ratio(name)) if name in record.rivals else "" for name in names
         ]
-        cells = ratios if rivals else [names[0] or "", *ratios]
+        cells = ratios if rivals else [*names, *ratios]
         floor = "" if record.floor_fraction is None else f"{record.floor_fraction:.2f}"
         lines.append(f"| `{case}` | {_three_digits(record.ours)} | {floor} | {' | '.join(cells)} |")
     return "\n".join(lines)
