@@ -23,8 +23,9 @@ a comment that says how they were measured, or what else they are:
     <!-- apart section: ... -->  directly under a heading, for everything up to the next
                                  heading of the same or a higher level.
 
-tests/test_docs.py fails where a generated table is stale, where a figure is not what its record
-says, and where a page has a figure with neither.
+A comment in a sentence stands behind words of its line: Markdown takes a line that begins with one
+as HTML and ends the paragraph before it. tests/test_docs.py fails where a generated table is stale,
+where a figure is not what its record says, and where a page has a figure with neither.
 """
 
 import re

@@ -111,3 +111,9 @@ def test_marks_of_figures_measured_apart() -> None:
     assert untied(page) == ["1 ms", "5 ms", "6 ms"]
     assert untied("## B\n\n<!-- apart section: -->\n1 ms") == ["1 ms"]
     assert untied("### B\n<!-- apart section: trials -->\n1 ms\n## D\n2 ms") == ["2 ms"]
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_comment_breaks_a_paragraph(page: Path) -> None:
+    prose = _CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))
+    assert re.findall(r"(?<=\S)\n *<!--[^\n]*--> *\S.*", prose) == []
