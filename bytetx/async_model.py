@@ -13,11 +13,12 @@ import numpy.typing as npt
 import torch
 
 from bytetx.arguments import check_draft_size, check_integer, check_positive, check_seconds
+from bytetx.checkpoint.chat_template import checked_options
 from bytetx.encode.engine import EncodeEngine, StepStats
 from bytetx.encode.request import Span
 from bytetx.errors import DeadlineError
 from bytetx.model import Model
-from bytetx.requests.prompts import Prompt
+from bytetx.requests.prompts import Prompt, is_chat
 from bytetx.sampling_params import SamplingParams
 from bytetx.tasks.call import Call
 from bytetx.tasks.call_run import CallRun
@@ -595,24 +596,28 @@ class AsyncModel:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> AsyncGeneration:
         """The pieces of the outputs of one prompt as they are generated, params.n outputs.
 
-        prompt: a str, token ids, or a chat.  Iterate over what is returned with `async for`; each
+        prompt: a str, token ids, or a chat.  chat_template_kwargs: as of Model.generate.
+        Iterate over what is returned with `async for`; each
         piece is the new part of the output that its `index` names.  Its aclose, or cancelling the
         task that waits for it, ends the generation.
         """
         params = SamplingParams() if params is None else params
         self._model._check(params)
+        options = checked_options(chat_template_kwargs)
+        encode = partial(self._model.encode_prompts, chat_template_kwargs=options)
         check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)
         return AsyncGeneration(
             self._generation,
-            lambda: self._model.encode_prompts([prompt])[0],
+            lambda: encode([prompt])[0],
             params,
-            is_chat=isinstance(prompt, list | tuple) and isinstance(next(iter(prompt), 0), Mapping),
+            is_chat=is_chat(prompt),
             priority=priority,
             timeout_s=timeout_s,
         )

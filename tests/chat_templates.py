@@ -138,7 +138,6 @@ GEMMA = """{{ bos_token }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}
 """
-REAL = {"chatml": CHATML, "llama 3": LLAMA3, "mistral": MISTRAL, "qwen 3": QWEN3, "gemma": GEMMA}
 CALL = {
     "id": "call00001",
     "type": "function",
@@ -172,3 +171,103 @@ TEMPLATE = (
     "{% generation %}<{{ m['role'] }}> {{ m['content'] }}{{ sep_token }}{% endgeneration %}\n"
     "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 )
+DEEPSEEK = """{% if not add_generation_prompt is defined %}
+{% set add_generation_prompt = false %}{% endif %}
+{%- set ns = namespace(is_first=false, system='') -%}
+{%- for message in messages %}{%- if message['role'] == 'system' %}
+{%- set ns.system = message['content'] %}{%- endif %}{%- endfor %}{{ bos_token }}{{ ns.system }}
+{%- for message in messages %}
+    {%- if message['role'] == 'user' %}{{ '<|User|>' + message['content'] }}
+    {%- elif message['role'] == 'assistant' and message['tool_calls'] is defined %}
+        {%- for tool in message['tool_calls'] %}
+            {{- '<|Assistant|><|call|>' + tool['type'] + '<|sep|>' + tool['function']['name'] }}
+            {{- '\\n```json\\n' }}{{ tool['function']['arguments'] | tojson }}{{ '\\n```' }}
+        {%- endfor %}{{- '<|end|>' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- set content = message['content'] %}
+        {%- if message['reasoning_content'] is defined and loop.last %}
+            {{- '<|Assistant|><think>' + message['reasoning_content'] + '</think>' + content }}
+        {%- else %}
+            {%- if '</think>' in content %}{%- set content = content.split('</think>')[-1] %}
+            {%- endif %}{{- '<|Assistant|>' + content }}{{ eos_token }}
+        {%- endif %}
+    {%- elif message['role'] == 'tool' %}
+        {{- '<|tool ' ~ message['name'] ~ ' ' ~ message['tool_call_id'] ~ '|>' }}
+        {{- message['content'] }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|Assistant|>' }}
+    {%- if thinking is defined and thinking %}{{ '<think>\\n' }}{%- endif %}{%- endif %}
+"""
+RAG = """{{ bos_token }}{% for document in documents or [] %}<doc {{ loop.index0 }}>
+{%- for key, value in document.items() %} {{ key }}: {{ value }};{% endfor %}
+{% endfor %}{% for tool in tools or [] %}<tool> {{ tool.function.name }}
+{{ tool.function.parameters | tojson(indent=2) }}
+{% endfor %}{% for m in messages %}{% if m.role == 'assistant' %}
+{% generation %}<{{ m.role }}{{ ' ' ~ m.name if m.name }}> {{ m.content }}{% endgeneration %}
+{% else %}<{{ m.role }}{{ ' ' ~ m.name if m.name }}> {{ m.content }}
+{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"""
+REAL = {
+    "chatml": CHATML,
+    "llama 3": LLAMA3,
+    "mistral": MISTRAL,
+    "qwen 3": QWEN3,
+    "gemma": GEMMA,
+    "deepseek": DEEPSEEK,
+    "rag": RAG,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place, <as> told & measured",
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string"}, "days": {"type": "integer", "minimum": 1}},
+            "required": ["place"],
+        },
+    },
+}
+OPEN = {"role": "assistant", "content": "It is warm, \n"}
+TEXTS = [{"type": "text", "text": " a "}, {"type": "text", "text": "b"}]
+TAGS = {"b": [1, 2.5, None, True]}
+CHATS |= {
+    "no content": [
+        {"role": "user", "content": "weather?", "name": "anna"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "warm", "tool_call_id": "call00001", "name": "weather"},
+    ],
+    "calls without a content": [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "hm"},
+        {"role": "tool", "content": "warm", "tool_call_id": "call00001", "name": "weather"},
+    ],
+    "reasoning": [
+        {"role": "user", "content": "why?"},
+        {"role": "assistant", "content": "<think>old</think>so", "reasoning_content": "because"},
+        {"role": "user", "content": "how?"},
+        {"role": "assistant", "content": "like this", "reasoning": "now"},
+    ],
+    "texts": [
+        {
+            "role": "user",
+            "content": TEXTS,
+        }
+    ],
+    "open": [{"role": "user", "content": "weather?"}, OPEN],
+    "extra keys": [{"role": "user", "content": "a", "tags": TAGS, "no": None}],
+}
+# What apply_chat_template is given beside the chat.
+OPTIONS: dict[str, dict] = {
+    "none": {},
+    "no answer begins": {"add_generation_prompt": False},
+    "tools": {"tools": [WEATHER]},
+    "no tools": {"tools": []},
+    "documents": {"documents": [{"title": "a", "text": "b é"}, {"text": "c"}]},
+    "no thinking": {"enable_thinking": False},
+    "thinking": {"enable_thinking": True, "thinking": True},
+    "a date": {"date_string": "1 Jan 2024", "bos_token": "<other>"},
+    "goes on": {"continue_final_message": True},
+    "goes on with tools": {"continue_final_message": True, "tools": [WEATHER]},
+    "reasoning goes on": {"continue_final_message": "reasoning_content"},
+}

@@ -1,7 +1,7 @@
 """The process that renders one chat template: Jinja in a sandbox, within limits of memory and size.
 
 bytetx.checkpoint.chat_process starts it, and kills it where an answer takes too long. The first
-request is the template with its variables, each one after it a chat.
+request is the template with its variables, each one after it the arguments of _Prompt.render.
 """
 
 import json
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -29,6 +29,11 @@ _MAX_CHARACTERS = 16 << 20
 _MAX_BYTES = 1 << 30
 _MAX_ERROR_CHARACTERS = 200  # a template may quote the chat
 _SMALL_CHAT = [{"role": "user", "content": "a"}]
+# Texts that no template writes by itself, as parts of one message.
+_MARKED = ("part-7f3a", "part-c90e")
+# Stands behind a message that is to be continued; the space shows whether ends are trimmed.
+_END, _END_SPACE = "THE-TEXT-ENDS-HERE-5d1c8e", " "
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -53,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
             if prompt is None:
                 prompt = _Prompt(*marshal.loads(request))
             else:
-                text = prompt.render(marshal.loads(request))
+                text = prompt.render(*marshal.loads(request))
             kind = TEXT
         except MemoryError:
             kind, text = TOO_MUCH, f"needs more than {_MAX_BYTES >> 30} GiB of memory"
@@ -88,24 +93,119 @@ class _Prompt:
 
         It may refuse that chat all the same: because it wants a system message, say.
         """
-        self._template = _environment().from_string(source)
+        self._source, self._template = source, _environment().from_string(source)
         self._variables = variables
+        self._takes_parts: bool | None = None  # known with the first chat that needs it
         try:
-            self.render(_SMALL_CHAT)
+            self._write(_SMALL_CHAT, {})
         except (MemoryError, _TooLongError):
             raise
         except Exception:
             return
 
-    def render(self, messages: list[Any]) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        variables: Mapping[str, Any],
+        continued: str | None,
+        joins_parts: bool,
+    ) -> str:
+        """variables: of this chat.  continued: the field of the last message that the text ends in.
+
+        joins_parts: contents that are lists of texts become one text each, line by line, where the
+        template takes no lists.
+        """
+        messages = list(map(_with_reasoning, messages))
+        if joins_parts and any(isinstance(m.get("content"), list) for m in messages):
+            if self._takes_parts is None:
+                self._takes_parts = self._writes_parts()
+            if not self._takes_parts:
+                messages = list(map(_joined, messages))
+        if continued is None:
+            return self._write(messages, variables)
+        return self._write_open(messages, variables, continued)
+
+    def _writes_parts(self) -> bool:
+        """Whether the template writes the texts of a list, and not the list itself or nothing."""
+        parts = [{"type": "text", "text": text} for text in _MARKED]
+        try:
+            text = self._write([{"role": "user", "content": parts}], {})
+        except (MemoryError, _TooLongError):
+            raise
+        except Exception:
+            return False
+        shows_list = any(f"{quote}type{quote}" in text for quote in "'\"")
+        return not shows_list and all(mark in text for mark in _MARKED)
+
+    def _write_open(
+        self, messages: list[dict[str, Any]], variables: Mapping[str, Any], field: str
+    ) -> str:
+        """The text up to the end of the last message's field, without what closes a message."""
+        last = messages[-1]
+        fields = [field]
+        if field in _REASONING:
+            fields = [name for name in _REASONING if last.get(name) == last.get(field)]
+        value = last.get(field)
+        text = _last_text(value)
+        if text is None:
+            _raise(f"continue_final_message needs text in the {field} of the last message")
+        if not any(name in self._source for name in fields):
+            _raise(f"continue_final_message names {field}, which the template does not read")
+        marked = {name: _marked(value) for name in fields}
+        written = self._write([*messages[:-1], {**last, **marked}], variables)
+        start = written.rfind(_END)
+        if start < 0 or text.strip() not in written:
+            _raise("continue_final_message is set, and the template leaves out the last message")
+        end = start + len(_END)
+        is_trimmed = written[end : end + 1] != _END_SPACE
+        return written[:start].rstrip() if is_trimmed else written[:start]
+
+    def _write(self, messages: list[Any], variables: Mapping[str, Any]) -> str:
         pieces, length = [], 0
         usual = {"tools": None, "documents": None, "add_generation_prompt": True}
-        for piece in self._template.generate({**usual, **self._variables, "messages": messages}):
+        context = {**usual, **self._variables, **variables, "messages": messages}
+        for piece in self._template.generate(context):
             pieces.append(piece)
             length += len(piece)
             if length > _MAX_CHARACTERS:
                 raise _TooLongError
         return "".join(pieces)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the names that templates read."""
+    found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if found is None:
+        return message
+    return {"thinking": found, **message, "reasoning_content": found}
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    parts = message.get("content")
+    if not isinstance(parts, list) or any(_part_text(part) is None for part in parts):
+        return message
+    return {**message, "content": "\n".join(str(_part_text(part)) for part in parts)}
+
+
+def _part_text(part: Any) -> str | None:
+    text = part.get("text") if isinstance(part, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _last_text(value: Any) -> str | None:
+    """The text that a field ends in: itself, or the last text of a list of parts."""
+    if not isinstance(value, list | tuple):
+        return value if isinstance(value, str) else None
+    return next((t for t in map(_part_text, reversed(value)) if t is not None), None)
+
+
+def _marked(value: Any) -> Any:
+    """The field with a mark behind the text that it ends in."""
+    if isinstance(value, str):
+        return value + _END + _END_SPACE
+    last = max(place for place, part in enumerate(value) if _part_text(part) is not None)
+    part = {**value[last], "text": value[last]["text"] + _END + _END_SPACE}
+    return [*value[:last], part, *value[last + 1 :]]
 
 
 def _describe(error: Exception) -> str:
@@ -152,5 +252,5 @@ def _to_json(
     )
 
 
-def _raise(message: str) -> None:
+def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)

@@ -94,3 +94,17 @@ def special_token(config: Mapping[str, Any], name: str) -> str | None:
     token: Any = config.get(name)
     text: str | None = token["content"] if isinstance(token, Mapping) else token
     return text
+
+
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """Each special token by its name, with those that only this checkpoint has (image_token)."""
+    config, path = read_tokenizer_config(folder), folder / "tokenizer_config.json"
+    given = {**(read_json(path) if path.is_file() else {}), **config}
+    given = {name: value for name, value in given.items() if name.endswith("_token")}
+    extra = config.get("extra_special_tokens")
+    given |= extra if isinstance(extra, dict) else {}
+    return {
+        name: str(special_token(given, name))
+        for name, value in given.items()
+        if _TOKEN.accepts(value)
+    }

@@ -22,6 +22,8 @@ VOCABULARY_PARTS = (
     "special_tokens_map.json",
 )
 
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder of chat templates beside the default
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -22,7 +22,7 @@ from bytetx.cli.files.options import (
 )
 from bytetx.cli.plan import plan
 from bytetx.cli.serve import serve
-from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError
+from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError, shown
 
 if TYPE_CHECKING:
     from bytetx.executor.torchrun import TorchrunLeader
@@ -405,6 +405,13 @@ def generate(
     generation_config: Annotated[
         str, typer.Option(metavar="auto|vllm|none|PATH", help=GENERATION_CONFIG_HELP)
     ] = "auto",
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="What chat templates read: tools, documents, variables of the checkpoint's.",
+        ),
+    ] = None,
     kv_cache_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="KV cache in tokens; by default what fits the memory."),
@@ -444,10 +451,29 @@ def generate(
             "kv_cache_tokens": kv_cache_tokens,
             "num_speculative_tokens": num_speculative_tokens,
         }
-        task = generate_task(params, engine, generation_config=generation_config)
+        template_kwargs = _json_table("--chat-template-kwargs", chat_template_kwargs)
+        task = generate_task(
+            params,
+            engine,
+            generation_config=generation_config,
+            template_kwargs=template_kwargs,
+        )
     except InputError as error:  # of SamplingParams, which names the parameter and its range
         raise UsageError(str(error)) from error
     run_prompt_job(options, task)
+
+
+def _json_table(name: str, given: str | None) -> dict[str, Any] | None:
+    """An option that is a table in JSON; UsageError for anything else."""
+    if given is None:
+        return None
+    try:
+        table = json.loads(given)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"{name} is no JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise UsageError(f"{name} must be a JSON object, got {shown(table)}")
+    return table
 
 
 @app.command()

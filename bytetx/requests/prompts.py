@@ -1,17 +1,37 @@
 """Prompts to token ids: strings, token ids and chats."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from bytetx.checkpoint.chat_template import ChatTemplate, Message
+from bytetx.checkpoint.chat_template import ChatTemplate, Message, checked_options, is_message
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.errors import InputError, TooLongError
 from bytetx.requests.inputs import InputReader
 from bytetx.runtime.forking import computing
 
-Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat with options of its own.  template_kwargs, joins_parts: of ChatTemplate.render."""
+
+    messages: Sequence[Message]
+    template_kwargs: Mapping[str, Any] | None = None
+    joins_parts: bool = False
+
+
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Message] | ChatPrompt
+
+
+def is_chat(prompt: object) -> bool:
+    """Whether its template is rendered, which may take seconds."""
+    if isinstance(prompt, ChatPrompt):
+        return True
+    return isinstance(prompt, list | tuple) and bool(prompt) and is_message(prompt[0])
+
 
 # Replaces a prompt that is an error already, so that the others keep their index.
 _NOTHING = (0,)
@@ -25,9 +45,16 @@ class PromptReader:
     """
 
     def __init__(
-        self, spec: ModelSpec, tokenizer: Tokenizer | None, *, chat_template: ChatTemplate | None
+        self,
+        spec: ModelSpec,
+        tokenizer: Tokenizer | None,
+        *,
+        chat_template: ChatTemplate | None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ):
+        """template_kwargs: of ChatTemplate.render, for chats without any; OptionError if wrong."""
         self._tokenizer, self._template = tokenizer, chat_template
+        self._template_kwargs = checked_options(template_kwargs)
         self._reader = InputReader(spec, tokenizer, keeps_errors=True)
         self._num_read = 0
 
@@ -55,17 +82,19 @@ class PromptReader:
 
     def _plain(self, prompt: object) -> object:
         """A chat as token ids; anything else as it is."""
-        if isinstance(prompt, Mapping):
+        if isinstance(prompt, ChatPrompt):
+            return self._chat_ids(prompt)
+        if is_message(prompt):
             raise InputError("one message is no prompt; a chat is a list of messages")
         if not isinstance(prompt, list | tuple) or not prompt:
             return prompt
-        if isinstance(prompt[0], Mapping):
-            return self._chat_ids(prompt)
+        if is_message(prompt[0]):
+            return self._chat_ids(ChatPrompt(prompt, self._template_kwargs))
         if isinstance(prompt[0], str):
             raise InputError("a list of strings is no prompt; give one string")
         return prompt
 
-    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+    def _chat_ids(self, chat: ChatPrompt) -> list[int]:
         if self._tokenizer is None:
             raise InputError("a chat needs a tokenizer, and the checkpoint has none")
         if self._template is None:
@@ -74,7 +103,9 @@ class PromptReader:
                 "tokenizer_config.json, or the file chat_template.jinja); give the prompt as one "
                 "string, or load a checkpoint that was tuned for chats"
             )
-        text = self._template.render(messages)
+        text = self._template.render(
+            chat.messages, chat.template_kwargs, joins_parts=chat.joins_parts
+        )
         try:
             text.encode("utf-8")  # what a tokenizer raises otherwise differs from one to the next
         except UnicodeEncodeError as error:

@@ -1,7 +1,7 @@
 """Generation: Model's methods for prompts, and one call's prompts through an engine."""
 
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing, suppress
 from itertools import islice
 from operator import sub
@@ -99,6 +99,7 @@ class GenerationMixin:
         *,
         stream: bool | Literal["pieces"] = False,
         on_error: OnError = "raise",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         kv_cache_tokens: int | None = None,
         max_num_seqs: int | None = None,
         num_speculative_tokens: int = 0,
@@ -106,11 +107,15 @@ class GenerationMixin:
     ) -> Results[Any] | Stream[Any]:
         """Continues prompts, with as many at a time as their keys and values fit the cache.
 
-        prompts: each a str, a sequence of token ids, or a chat (a list of {"role", "content"}).
+        prompts: each a str, a sequence of token ids, or a chat (a list of {"role", "content"}; what
+        else a message has reaches the chat template, too).
         params: for all prompts, or a list with one for each; None is SamplingParams().
         stream: True yields Generations in the order of the prompts, as they are done; "pieces"
         yields RequestOutputs of all prompts as they are generated, where request_id is the index of
         the prompt.
+        chat_template_kwargs: for all chats, what transformers' apply_chat_template takes: tools,
+        documents, add_generation_prompt (True unless continue_final_message is set),
+        continue_final_message, chat_template (a name), and variables of the checkpoint's template.
         kv_cache_tokens, max_num_seqs, num_speculative_tokens: as for `engine`, which is kept with
         its cache for the next call of the same sizes.
         show_progress: a bar on stderr that counts prompts.
@@ -126,10 +131,11 @@ class GenerationMixin:
             max_num_seqs=max_num_seqs,
             num_speculative_tokens=num_speculative_tokens,
         )
+        reader = self._prompt_reader(chat_template_kwargs)
         engine = self._take_engine(sizes)
         run = GenerationRun(
             engine,
-            self._prompt_reader(),
+            reader,
             params,
             read_ahead=sizes.max_num_seqs,
             streams=stream == "pieces",
@@ -187,19 +193,28 @@ class GenerationMixin:
             num_speculative_tokens=num_speculative_tokens,
         )
 
-    def encode_prompts(self, prompts: Iterable[Prompt]) -> list[list[int]]:
-        """Prompts as the token ids that `engine` takes; raises the first bad one's InputError."""
-        encoded = []
-        for token_ids in self._prompt_reader().read(list(check_iterable("prompts", prompts))):
+    def encode_prompts(
+        self, prompts: Iterable[Prompt], *, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[list[int]]:
+        """Prompts as the token ids that `engine` takes; raises the first bad one's InputError.
+
+        chat_template_kwargs: as of `generate`.
+        """
+        encoded, reader = [], self._prompt_reader(chat_template_kwargs)
+        for token_ids in reader.read(list(check_iterable("prompts", prompts))):
             if isinstance(token_ids, InputError):
                 raise token_ids
             encoded.append(token_ids)
         return encoded
 
-    def _prompt_reader(self) -> PromptReader:
+    def _prompt_reader(self, template_kwargs: Mapping[str, Any] | None) -> PromptReader:
         checkpoint = self.checkpoint
-        template = checkpoint.chat_template
-        return PromptReader(checkpoint.spec, checkpoint.tokenizer, chat_template=template)
+        return PromptReader(
+            checkpoint.spec,
+            checkpoint.tokenizer,
+            chat_template=checkpoint.chat_template,
+            template_kwargs=template_kwargs,
+        )
 
     def _check_params(
         self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams]

@@ -1,7 +1,7 @@
 """Keyword arguments of Model's tasks, as type checkers see them; the methods say what they mean."""
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Literal, TypedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 import numpy.typing as npt
 
@@ -87,6 +87,7 @@ class StatesOptions(TextOptions, total=False):
 
 
 class GenerateOptions(TypedDict, total=False):
+    chat_template_kwargs: Mapping[str, Any] | None
     kv_cache_tokens: int | None
     max_num_seqs: int | None
     num_speculative_tokens: int

@@ -79,7 +79,7 @@ def test_a_template_reaches_nothing_outside(source: str) -> None:
 
 def test_folders_without_a_template(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path) is None
-    for value in (None, [], [{"name": "tools", "template": "x"}]):
+    for value in (None, []):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
         assert load_chat_template(tmp_path) is None
 

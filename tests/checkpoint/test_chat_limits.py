@@ -9,9 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-import transformers
-from chat_templates import CHATS, REAL
-from checkpoints import make_tokenizer, save_checkpoint
+from checkpoints import make_tokenizer
 from other_processes import is_running
 from paths import ROOT
 from tiny_decoders import tiny_decoder
@@ -19,7 +17,7 @@ from tiny_decoders import tiny_decoder
 import bytetx
 from bytetx.checkpoint import chat_process
 from bytetx.checkpoint.chat_process import RendererProcess
-from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
+from bytetx.checkpoint.chat_template import ChatTemplate
 from bytetx.errors import CheckpointError, InputError
 
 CHAT = [
@@ -259,31 +257,3 @@ def test_generate_refuses_the_job_where_the_template_never_ends(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="needs more than 1 GiB of memory"):
         model.generate([CHAT], params, on_error="return")
     assert len(model.generate(["text still runs"], params)) == 1
-
-
-@pytest.fixture(scope="module", params=list(REAL))
-def real(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[ChatTemplate, transformers.PreTrainedTokenizerBase]:
-    """A template in both."""
-    folder = tmp_path_factory.mktemp("real")
-    save_checkpoint(folder)
-    (folder / "chat_template.jinja").write_text(REAL[request.param])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"
-    tokenizer.save_pretrained(folder)
-    return load_chat_template(folder), tokenizer
-
-
-@pytest.mark.parametrize("chat", CHATS)
-def test_templates_of_real_models_render_as_in_transformers(
-    chat: str, real: tuple[ChatTemplate, transformers.PreTrainedTokenizerBase]
-) -> None:
-    ours, theirs = real
-    try:
-        wanted = theirs.apply_chat_template(CHATS[chat], tokenize=False, add_generation_prompt=True)
-    except Exception:
-        with pytest.raises(InputError, match="the chat template refuses it"):
-            ours.render(CHATS[chat])
-        return
-    assert ours.render(CHATS[chat]) == wanted

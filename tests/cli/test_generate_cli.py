@@ -42,6 +42,28 @@ def test_a_file_of_prompts(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None
     assert "weights" in ran.err and "(80 tokens)" in ran.err
 
 
+def test_options_of_the_chat_template(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    chat = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "is"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"text": chat}))
+    command = ("generate", "chats.jsonl", "-m", folder, "--temperature", 0, "--max-tokens", 5)
+    model, params = api.load(folder), SamplingParams(temperature=0, max_tokens=5)
+    lengths = set()
+    for given in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        ran = bytetx(*command, "--chat-template-kwargs", json.dumps(given))
+        wanted = model.generate([chat], params, chat_template_kwargs=given)[0]
+        assert ran.rows[0]["num_prompt_tokens"] == wanted.num_prompt_tokens
+        assert ran.rows[0]["text"] == wanted.text
+        lengths.add(wanted.num_prompt_tokens)
+    assert len(lengths) == 3
+    for wrong, says in (
+        ("{", "is no JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"messages": []}', "takes no messages"),
+    ):
+        ran = bytetx(*command, "--chat-template-kwargs", wrong)
+        assert ran.code in (1, 2) and says in ran.err and "Traceback" not in ran.err
+
+
 def test_drafts_change_no_answer(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     command = ("generate", "prompts.txt", "-m", folder, "--temperature", 0, "--max-tokens", 40)

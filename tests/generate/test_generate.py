@@ -17,7 +17,7 @@ from tiny_decoders import DECODERS, tiny_decoder
 from torch import nn
 
 import bytetx
-from bytetx.errors import CheckpointError, DeviceMemoryError, InputError, TooLongError
+from bytetx.errors import CheckpointError, DeviceMemoryError, InputError, OptionError, TooLongError
 from bytetx.model import Model
 from bytetx.nn import heads
 from bytetx.nn.transformer import Transformer
@@ -222,6 +222,13 @@ def test_chats_by_the_checkpoints_template(text_folder: Path, tmp_path: Path) ->
     assert model.generate([CHAT], GREEDY)[0].token_ids == (
         model.generate([wanted], GREEDY)[0].token_ids
     )
+    for given in ({"add_generation_prompt": False}, {"continue_final_message": True}):
+        wanted_ids = tokenizer.apply_chat_template(CHAT, **given)["input_ids"]
+        assert model.encode_prompts([CHAT], chat_template_kwargs=given) == [wanted_ids]
+        answer = model.generate([CHAT], GREEDY, chat_template_kwargs=given)[0]
+        assert answer.token_ids == model.generate([wanted_ids], GREEDY)[0].token_ids
+    with pytest.raises(OptionError, match="takes no tokenize"):
+        model.generate([CHAT], chat_template_kwargs={"tokenize": False})
     (folder / "chat_template.jinja").unlink()
     edit_json(folder / "tokenizer_config.json", chat_template=TEMPLATE)
     assert bytetx.load(folder).encode_prompts([CHAT]) == [wanted]

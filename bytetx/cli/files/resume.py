@@ -140,7 +140,8 @@ def side_files_identity(folder: Path) -> str:
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         is_hidden = any(part.startswith(".") for part in inside.parts)
-        if path.name not in _SIDE_NAMES or is_hidden or not path.is_file():
+        is_read = path.name in _SIDE_NAMES or path.suffix == ".jinja"
+        if not is_read or is_hidden or not path.is_file():
             continue
         try:
             content = path.read_bytes()

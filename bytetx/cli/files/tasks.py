@@ -214,13 +214,17 @@ def score_task(options: dict[str, Any]) -> Task:
 
 
 def generate_task(
-    params: dict[str, Any], sizes: dict[str, Any], *, generation_config: str = "auto"
+    params: dict[str, Any],
+    sizes: dict[str, Any],
+    *,
+    generation_config: str = "auto",
+    template_kwargs: dict[str, Any] | None = None,
 ) -> Task:
     """The model's answers: {"index", "text", "finish_reason", "num_prompt_tokens",
     "num_tokens"}.
 
     params: of SamplingParams.  sizes: keyword arguments of Model.engine.  generation_config: as of
-    bytetx.load.
+    bytetx.load.  template_kwargs: chat_template_kwargs of Model.generate.
     """
     try:
         sampling = SamplingParams(**params)
@@ -233,7 +237,7 @@ def generate_task(
         return _json(record | {"num_tokens": len(answer.token_ids)})
 
     def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
-        options = {"params": sampling, **sizes}
+        options = {"params": sampling, "chat_template_kwargs": template_kwargs, **sizes}
         model.generate([], **options)  # checks the model and the options early
         return _streaming(model.generate, options), _line_encoder(to_json, suffix)
 
@@ -246,7 +250,7 @@ def generate_task(
         "num_prompt_tokens": "int64",
         "num_tokens": "int64",
     }
-    options = params | sizes
+    options = params | sizes | {"chat_template_kwargs": template_kwargs}
     if generation_config != "auto":
         options["generation_config"] = _identity(generation_config)
     load_options = {"generation_config": generation_config}
