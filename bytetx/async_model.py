@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -139,7 +140,7 @@ class AsyncModel:
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)
         self._engines = {
-            one: EncodeEngine(
+            one._runner: EncodeEngine(
                 one._runner,
                 token_budget=one.token_budget,
                 max_queued_requests=max_queued_requests,
@@ -162,6 +163,12 @@ class AsyncModel:
     @property
     def model(self) -> Model:
         return self._model
+
+    def _cutting_left(self) -> "AsyncModel":
+        """The same queue for texts and pairs that lose their beginning where they are truncated."""
+        view = copy(self)
+        view._model = self._model._cutting_left()
+        return view
 
     @property
     def queue_limits(self) -> tuple[int, int]:
@@ -260,7 +267,7 @@ class AsyncModel:
         model = self._model._route(None)
         run = GroupedRun(
             model._embed_call(texts, **_EMBED_OPTIONS | options | {"on_error": "return"}),
-            self._engines[model],
+            self._engines[model._runner],
             self._pool,
             alone=lambda number: self.embed(calls[number], **options),
             sizes=[len(call) for call in calls],
@@ -582,7 +589,7 @@ class AsyncModel:
         )
         # The prompts of a causal reranker are tokenised while the call is made, and documents that
         # are no list are pulled.
-        self._engines[self._model].check_open()
+        self._engines[self._model._runner].check_open()
         is_quick = isinstance(documents, list | tuple) and not self._model._reranks_by_logits
         call = make() if is_quick else await in_own_thread(make)
         return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
@@ -645,7 +652,7 @@ class AsyncModel:
         check_seconds("timeout_s", timeout_s)
         run = CallRun(
             call,
-            self._engines[model],
+            self._engines[model._runner],
             self._pool,
             token_budget=model.token_budget,
             max_window_texts=self._max_window_texts,
@@ -667,11 +674,11 @@ class AsyncModel:
 
         Raises QueueFullError where they are reached.
         """
-        with self._engines[self._model].reserve(num_texts, tokens):
+        with self._engines[self._model._runner].reserve(num_texts, tokens):
             yield
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        self._engines[self._model].check_open()
+        self._engines[self._model._runner].check_open()
         return await asyncio.to_thread(function)
 
 

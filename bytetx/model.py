@@ -224,6 +224,15 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         )
         return again, ()
 
+    def _cutting_left(self) -> "Model":
+        """The same model for texts and pairs that lose their beginning where they are truncated."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        if self.tokenizer is not None:
+            view.tokenizer = self.tokenizer.limited(self.tokenizer.max_tokens, direction="left")
+        view._routes = {name: route._cutting_left() for name, route in self._routes.items()}
+        return view
+
     @property
     def max_tokens(self) -> int:
         """The most tokens of one text, special tokens included."""

@@ -102,7 +102,7 @@ class Tokenizer:
         """Sets the backend, which is not changed without another call: prefixes and word pieces
         depend on it.
 
-        word_pieces: of a backend that differs in its limit only.
+        word_pieces: of a backend that differs in its limit only, not in the side that is cut.
         """
         self.backend, self.max_tokens = backend, max_tokens
         self._prefixes = PrefixFinder(backend, max_tokens=max_tokens)
@@ -133,7 +133,9 @@ class Tokenizer:
         backend.enable_truncation(
             max_tokens, stride=stride, strategy="longest_first", direction=direction
         )
-        limited._use(backend, max_tokens, word_pieces=self._word_pieces)
+        own = self.backend.truncation
+        is_same_side = own is not None and own["direction"] == direction
+        limited._use(backend, max_tokens, word_pieces=self._word_pieces if is_same_side else None)
         return limited
 
     def untruncated(self) -> "Tokenizer":

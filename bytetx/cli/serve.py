@@ -136,6 +136,15 @@ def serve(
     payload_limit: Annotated[
         int, _option(_LIMITS, "PAYLOAD_LIMIT", "Bytes of a request's body; beyond it: 413.")
     ] = 2_000_000,
+    ignore_unknown_fields: Annotated[
+        bool,
+        _option(
+            _LIMITS,
+            "IGNORE_UNKNOWN_FIELDS",
+            "Pass over fields of requests that are not known; else TEI's routes refuse them.",
+            "--ignore-unknown-fields",
+        ),
+    ] = False,
     kv_cache_tokens: Annotated[
         int | None, _option(_LIMITS, "KV_CACHE_TOKENS", "KV cache of generation, in tokens.")
     ] = None,
@@ -246,6 +255,7 @@ def serve(
         threads=threads,
         accepts_any_name=len(sources) == 1 and not are_named,
         generation_config=generation_config,
+        ignores_unknown_fields=ignore_unknown_fields,
         pooling=pooling,
         default_prompt=default_prompt,
         default_prompt_name=default_prompt_name,

@@ -1,7 +1,7 @@
 """Answers of endpoints: JSON bodies with TEI's timing headers."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ async def run(
     exchange.facts = facts
     backend = exchange.site.ready_backend()
     outcome = await backend.run(Call(facts.name, task, inputs, options))
-    exchange.timings = outcome.timings
+    exchange.timings = outcome.timings.added(exchange.timings)
     return outcome
 
 
@@ -47,7 +47,7 @@ def json_answer(exchange: Exchange, content: Any, *, num_characters: int | None 
         body = orjson.dumps(content, option=_OPTIONS)
         response = Response(body, media_type="application/json")
     else:
-        response = LongJson(exchange, content)
+        response = LongJson(exchange, json_slices(content))
     timings = exchange.timings
     if num_characters is not None and timings is not None:
         seconds = time.perf_counter() - exchange.started
@@ -73,8 +73,8 @@ class LongJson(Response):
 
     media_type = "application/json"
 
-    def __init__(self, exchange: Exchange, content: Any):
-        self._exchange, self._slices = exchange, json_slices(content)
+    def __init__(self, exchange: Exchange, slices: Iterator[bytes]):
+        self._exchange, self.slices = exchange, slices
         self.status_code = 200
         self.init_headers()
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
@@ -96,12 +96,28 @@ class LongJson(Response):
 
     def _next_part(self) -> bytes:
         parts, size = [], 0
-        for one in self._slices:
+        for one in self.slices:
             parts.append(one)
             size += len(one)
             if size >= _PART_BYTES:
                 break
         return b"".join(parts)
+
+
+def joined_answers(exchange: Exchange, answers: Sequence[Response], *, key: str) -> Response:
+    """An object with one list, of what the answers hold."""
+
+    def slices() -> Iterator[bytes]:
+        yield b"{" + _dumps(key) + b":["
+        for place, answer in enumerate(answers):
+            if place:
+                yield b","
+            yield from answer.slices if isinstance(answer, LongJson) else (bytes(answer.body),)
+        yield b"]}"
+
+    if any(isinstance(answer, LongJson) for answer in answers):
+        return LongJson(exchange, slices())
+    return Response(b"".join(slices()), media_type="application/json")
 
 
 def json_slices(content: Any) -> Iterator[bytes]:
@@ -222,7 +238,7 @@ def check_batch(exchange: Exchange, inputs: list[Any], *, field: str) -> None:
     most = exchange.site.settings.max_client_batch_size
     if len(inputs) > most:
         raise ServeError(
-            "validation",
+            "limit",
             f"{field} has {len(inputs)} entries, the most is {most} (--max-client-batch-size)",
             param=field,
         )

@@ -11,15 +11,16 @@ from starlette.types import ASGIApp
 import bytetx
 from bytetx.serve import routes_generate, routes_openai, routes_ops, routes_tei, schemas
 from bytetx.serve.access_log import AccessLog
+from bytetx.serve.errors import style_of
 from bytetx.serve.gateway import DOCS_FILES, Gateway, Route
 from bytetx.serve.site import Site
 
 _TEI_ERRORS = {
-    400: "The batch is empty",
+    400: "The batch is empty, or a field is known and not supported",
     401: "No valid API key",
     404: "The model is not served",
-    413: "The body is too large",
-    422: "The request is not valid",
+    413: "The body, the batch or a text is too large",
+    422: "The request is not valid, or a field is not known",
     424: "The model cannot do this, or failed",
     429: "Too many requests; see Retry-After",
     503: "Not ready",
@@ -76,6 +77,9 @@ ROUTES: Mapping[tuple[str, str], Route] = dict(
         _post("/tokenize", routes_tei.tokenize, schemas.TokenizeRequest),
         _post("/decode", routes_tei.decode, schemas.DecodeRequest),
         _post("/", routes_tei.main_task, None),
+        _post("/invocations", routes_tei.invocations, None),
+        _post("/vertex", routes_tei.vertex, schemas.VertexRequest),
+        _post("/embeddings", routes_openai.embeddings, schemas.EmbeddingsRequest),
         _post("/v1/embeddings", routes_openai.embeddings, schemas.EmbeddingsRequest),
         _post("/v1/rerank", routes_openai.rerank_v1, schemas.OpenAIRerankRequest),
         _post("/v2/rerank", routes_openai.rerank_v2, schemas.OpenAIRerankRequest),
@@ -117,7 +121,7 @@ def build_app(site: Site) -> ASGIApp:
 
 def _document(app: FastAPI, method: str, path: str, route: Route) -> None:
     """Declares a route for the OpenAPI page; Gateway calls its endpoint itself."""
-    is_openai = path.startswith(("/v1/", "/v2/"))
+    is_openai = style_of(path) == "openai"
     errors = _OPENAI_ERRORS if is_openai else _TEI_ERRORS
     schema = _OPENAI_ERROR if is_openai else _TEI_ERROR
     if not route.is_limited:

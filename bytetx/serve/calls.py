@@ -32,6 +32,25 @@ class Timings:
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
 
+    def added(self, other: "Timings | None") -> "Timings":
+        """Of both calls of one request."""
+        if other is None:
+            return self
+        texts = self.num_texts + other.num_texts
+
+        def mean(name: str) -> float:
+            ours, theirs = getattr(self, name), getattr(other, name)
+            return float(ours * self.num_texts + theirs * other.num_texts) / max(texts, 1)
+
+        return Timings(
+            texts,
+            self.num_tokens + other.num_tokens,
+            self.num_truncated + other.num_truncated,
+            mean("tokenize_seconds"),
+            mean("queue_seconds"),
+            mean("compute_seconds"),
+        )
+
     def row(self) -> tuple[int, int, int, float, float, float]:
         """Timings(*row) is this one; far faster than dataclasses.astuple."""
         return (

@@ -20,6 +20,7 @@ from bytetx.errors import DeviceLostError, NotFiniteError, shown
 from bytetx.generate.outputs import RequestOutput
 from bytetx.model import Model
 from bytetx.requests.chunks import offsets_of
+from bytetx.requests.prompts import ChatPrompt, Prompt
 from bytetx.sampling_params import SamplingParams
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.embed_groups import EmbedGroups, is_groupable
@@ -123,16 +124,18 @@ class LocalBackend:
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
         served = self._served[call.model]
         try:
-            params = SamplingParams(**_sampling(call.options))
+            options = dict(call.options)
+            prompt = _prompt(call.inputs, options.pop("chat_template_kwargs", None))
+            params = SamplingParams(**_sampling(options))
             logprobs = defaultdict[int, OutputLogprobs](
                 lambda: OutputLogprobs(
                     served.texts,
-                    is_chat=bool(call.options.get("is_chat")),
+                    is_chat=bool(options.get("is_chat")),
                     skip_special_tokens=params.skip_special_tokens,
                     keeps_stop=params.include_stop_str_in_output,
                 )
             )
-            async with aclosing(served.model.generate(call.inputs, params)) as outputs:
+            async with aclosing(served.model.generate(prompt, params)) as outputs:
                 async for output in outputs:
                     if output.error is not None:
                         raise output.error
@@ -255,7 +258,8 @@ async def _embed_sparse(served: ServedModel, call: Call) -> Outcome:
 async def _classify(served: ServedModel, call: Call) -> Outcome:
     """rows: for each text [(label, score), ...], best first"""
     options, inputs, num_cut = await _prepared(served, call)
-    result = await served.model.classify(inputs, **options)
+    model = await _pair_model(served, call, has_pairs=any(map(_is_pair, inputs)))
+    result = await model.classify(inputs, **options)
     rows = [[(label.label, float(label.score)) for label in labels] for labels in result]
     return Outcome(_timings(result.stats, num_cut), rows)
 
@@ -263,7 +267,9 @@ async def _classify(served: ServedModel, call: Call) -> Outcome:
 async def _rerank(served: ServedModel, call: Call) -> Outcome:
     """rows: [(index of the document, score), ...], best first"""
     query, documents = call.inputs
-    result = await served.model.rerank(query, documents, **call.options)
+    model = await _pair_model(served, call, has_pairs=True)
+    options = {name: value for name, value in call.options.items() if name != "left"}
+    result = await model.rerank(query, documents, **options)
     rows = [(hit.index, float(hit.score)) for hit in result]
     return Outcome(_timings(result.stats), rows)
 
@@ -368,13 +374,14 @@ async def _prepared(served: ServedModel, call: Call) -> tuple[dict[str, Any], li
     options = dict(call.options)
     if not options.pop("left", False):
         return options, call.inputs, 0
-    if any(
-        isinstance(text, (list, tuple)) and text and isinstance(text[0], str)
-        for text in call.inputs
-    ):
-        raise ServeError("validation", "truncation_direction Left is for single texts, not pairs")
     if not options.get("truncate"):  # what is too long is refused
         return options, call.inputs, 0
+    most, lists = served.facts.max_tokens, [text for text in call.inputs if type(text) is list]
+    if any(len(ids) > most and type(ids[0]) is int for ids in lists):
+        raise ServeError(
+            "limit",
+            f"truncation_direction Left is for text, and token ids may be at most {most} with it",
+        )
     prompt = _prompt_text(served, options)
     inputs, num_cut = await asyncio.to_thread(served.left.encode, call.inputs, prompt=prompt)
     skips_prompt = not served.model.model.checkpoint.sentence.include_prompt
@@ -385,6 +392,24 @@ async def _prepared(served: ServedModel, call: Call) -> tuple[dict[str, Any], li
             "shorten the text or set truncation_direction to Right",
         )
     return options, inputs, num_cut
+
+
+async def _pair_model(served: ServedModel, call: Call, *, has_pairs: bool) -> AsyncModel:
+    """The model, which cuts the beginning of pairs where the call asks for it."""
+    options = call.options
+    if not (has_pairs and options.get("left") and options.get("truncate")):
+        return served.model
+    if call.task == "rerank" and served.model.model._reranks_by_logits:
+        raise ServeError(
+            "validation",
+            "truncation_direction Left is not for causal rerankers, whose documents are cut "
+            "within a prompt; shorten them or set truncation_direction to Right",
+        )
+    return await asyncio.to_thread(served.model._cutting_left)
+
+
+def _is_pair(text: Any) -> bool:
+    return isinstance(text, list | tuple) and len(text) == 2 and isinstance(text[0], str)
 
 
 def _prompt_text(served: ServedModel, options: Mapping[str, Any]) -> str:
@@ -408,6 +433,12 @@ def _timings(stats: RunStats, num_cut: int = 0) -> Timings:
         stats.queue_seconds or 0.0,
         stats.compute_seconds or 0.0,
     )
+
+
+def _prompt(inputs: Any, template_kwargs: Mapping[str, Any] | None) -> Prompt:
+    """A chat takes contents as OpenAI's clients send them, as texts or as lists of parts."""
+    is_chat = isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], dict)
+    return ChatPrompt(inputs, template_kwargs, joins_parts=True) if is_chat else inputs
 
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:

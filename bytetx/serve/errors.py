@@ -14,6 +14,7 @@ from bytetx.errors import (
     DeviceLostError,
     QueueFullError,
     StepError,
+    TooLongError,
 )
 
 Style = Literal["tei", "openai"]
@@ -31,6 +32,8 @@ class Kind:
 
 KINDS = {
     "validation": Kind(422, "validation", 400, "invalid_request_error"),
+    "limit": Kind(413, "validation", 400, "invalid_request_error"),
+    "unsupported": Kind(400, "validation", 400, "invalid_request_error"),
     "empty": Kind(400, "empty", 400, "invalid_request_error"),
     "backend": Kind(424, "backend", 424, "backend_error"),
     "overloaded": Kind(429, "overloaded", 429, "rate_limit_error"),
@@ -96,6 +99,12 @@ class ServeError(Exception):
         )
 
 
+def style_of(path: str) -> Style:
+    """The clients of OpenAI and Cohere read other errors than those of TEI."""
+    is_openai = path.startswith(("/v1/", "/v2/")) or path == "/embeddings"
+    return "openai" if is_openai else "tei"
+
+
 def as_serve_error(error: Exception) -> ServeError | None:
     """The answer to an error of bytetx; None for one that is no caller's and no device's fault."""
     if isinstance(error, ServeError):
@@ -112,5 +121,6 @@ def as_serve_error(error: Exception) -> ServeError | None:
     if isinstance(error, DeviceLostError | ClosedError):
         return ServeError("unhealthy", message, retry_after_s=5)
     if isinstance(error, BytetxError):
-        return ServeError("validation", message.replace("pass truncate=True", "set truncate"))
+        kind = "limit" if isinstance(error, TooLongError) else "validation"
+        return ServeError(kind, message.replace("pass truncate=True", "set truncate"))
     return None

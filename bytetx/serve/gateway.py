@@ -20,17 +20,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from bytetx.errors import shown
 from bytetx.serve.access_log import answered
 from bytetx.serve.calls import ModelFacts, Timings
 from bytetx.serve.client import ClientLeftError, WhileConnected
 from bytetx.serve.connections import BODY_S
-from bytetx.serve.errors import ServeError, Style, as_serve_error
+from bytetx.serve.errors import ServeError, Style, as_serve_error, style_of
+from bytetx.serve.fields import Fields, refusal, unknown_fields
 from bytetx.serve.records import Finished
 from bytetx.serve.site import Site
 
 logger = logging.getLogger("bytetx.serve")
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=Fields)
 CLIENT_LEFT = 499  # nginx's status; only in metrics
 _TOO_LATE = 408
 _BODY_SECONDS = BODY_S
@@ -56,6 +58,7 @@ class Exchange(Request):
 
     site: Site
     request_id: str
+    route: str  # the path without the model's name
     style: Style
     model_name: str | None = None  # of the path's prefix
     started: float
@@ -65,6 +68,7 @@ class Exchange(Request):
     timings: Timings | None = None
     first_token_seconds: float | None = None
     token_seconds: float | None = None
+    num_ignored_fields: int = 0
 
 
 Endpoint = Callable[..., Awaitable[Response]]
@@ -79,7 +83,7 @@ class Route:
 
     path: str
     endpoint: Endpoint
-    body: type[BaseModel] | None = None
+    body: type[Fields] | None = None
     is_open: bool = False
     is_limited: bool = True
 
@@ -102,7 +106,7 @@ class Gateway:
         is_usable = given is not None and _REQUEST_ID.fullmatch(given) is not None
         exchange.request_id = given.decode() if given and is_usable else uuid.uuid4().hex
         path = self._path(scope["path"], exchange)
-        exchange.style = "openai" if path.startswith(("/v1/", "/v2/")) else "tei"
+        exchange.route, exchange.style = path, style_of(path)
         is_docs = path in _DOCS or path.startswith(f"{DOCS_FILES}/")
         if is_docs and scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, _docs_send(exchange))
@@ -144,8 +148,13 @@ class Gateway:
         except Exception as error:
             response, error_kind = self._unexpected(exchange, path, error)
         status = response.status_code
-        if status == 500 or (status == 424 and exchange.facts is not None):
-            logger.warning("%s %s: %d (%s)", exchange.request_id, path, status, error_kind)
+        if status == 424 and exchange.facts is not None:
+            model = exchange.facts.name
+            if self._site.is_first(("failed", model, path)):
+                logger.warning(
+                    "%s %s: %s failed; bytetx_requests_total counts those that follow",
+                    *(exchange.request_id, path, model),
+                )
         response.raw_headers.append((b"x-request-id", exchange.request_id.encode()))
         if self._site.phase == "draining":
             response.raw_headers.append((b"connection", b"close"))
@@ -228,6 +237,7 @@ class Gateway:
                 timings=exchange.timings,
                 first_token_seconds=exchange.first_token_seconds,
                 token_seconds=exchange.token_seconds,
+                num_ignored_fields=exchange.num_ignored_fields,
             )
         )
 
@@ -317,20 +327,47 @@ async def _discard_body(exchange: Exchange, headers: Mapping[bytes, bytes], *, l
             await _read_parts(exchange.receive, limit=limit)
 
 
-async def parse(exchange: Exchange, model: type[M]) -> M:
-    """The exchange's body as the model; raises ServeError. A long one is read in a thread."""
-    body = exchange.body_bytes
+async def parse(exchange: Exchange, model: type[M], body: bytes | None = None) -> M:
+    """A body as the model, its fields checked; raises ServeError. A long one is read in a thread.
+
+    body: None is the exchange's.
+    """
+    given = exchange.body_bytes if body is None else body
     try:
-        if len(body) <= MAX_INLINE_BYTES:
-            return model.model_validate_json(body)
-        return await exchange.site.in_thread(lambda: model.model_validate_json(body))
+        if len(given) <= MAX_INLINE_BYTES:
+            read = model.model_validate_json(given)
+        else:
+            read = await exchange.site.in_thread(lambda: model.model_validate_json(given))
     except ValidationError as error:
-        raise validation_error(error) from None
+        raise _validation_error(error, model) from None
+    _check_fields(exchange, read)
+    return read
 
 
-def validation_error(error: ValidationError) -> ServeError:
+def _check_fields(exchange: Exchange, body: Fields) -> None:
+    """Raises ServeError for a field that is refused; notes those that are passed over."""
+    site, kind = exchange.site, type(body)
+    refuses = kind.refuses_unknown and not site.settings.ignores_unknown_fields
+    for name, table in unknown_fields(body):
+        if refuses:
+            raise refusal(name, table)
+        exchange.num_ignored_fields += 1
+        if site.is_first(("ignored", exchange.route)):
+            logger.warning(
+                "%s %s: the field %s is not known and is passed over, as others will be; "
+                "bytetx_ignored_fields_total counts them",
+                *(exchange.request_id, exchange.route, shown(name)),
+            )
+
+
+def _validation_error(error: ValidationError, kind: type[Fields]) -> ServeError:
     """The first thing that is wrong, in one line."""
     first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "missing" and len(first["loc"]) == 1 and kind.refuses_unknown:
+        given = first["input"]
+        misspelt = [name for name in given if name not in kind.model_fields]
+        if misspelt:  # which is why the other one is missing
+            return refusal(misspelt[0], kind)
     place = ".".join(_place(part) for part in first["loc"])
     message = first["msg"][:300].replace("\n", " ")
     if first["type"] == "json_invalid":

@@ -62,6 +62,12 @@ class Metrics:
             ["err"],
             registry=registry,
         )
+        self._ignored = Counter(
+            "bytetx_ignored_fields",
+            "Fields of requests that are not known and were passed over, by route.",
+            ["route"],
+            registry=registry,
+        )
         self._duration = self._histogram(
             "bytetx_request_duration_seconds",
             "From the request to the end of its answer.",
@@ -117,6 +123,8 @@ class Metrics:
 
     def record(self, finished: Finished) -> None:
         self._child(self._requests, finished.route, str(finished.status)).inc()
+        if finished.num_ignored_fields:
+            self._child(self._ignored, finished.route).inc(finished.num_ignored_fields)
         if finished.error:
             self._child(self._failures, finished.error).inc()
         timings = finished.timings

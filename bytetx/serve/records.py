@@ -13,6 +13,7 @@ class Finished(NamedTuple):
     route: the path as it is declared.  status: HTTP's; 499 where the client left first.
     model: empty where none was asked for.  error: the kind of ServeError, or empty.
     first_token_seconds, token_seconds: of a stream, until its first token and between tokens.
+    num_ignored_fields: fields of the request that nothing here knows.
     """
 
     route: str
@@ -23,6 +24,7 @@ class Finished(NamedTuple):
     timings: Timings | None = None
     first_token_seconds: float | None = None
     token_seconds: float | None = None
+    num_ignored_fields: int = 0
 
 
 class Recorder(Protocol):

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from bytetx.serve.logprobs import (
     limit_tokens,
 )
 from bytetx.serve.routes_openai import find_model
-from bytetx.serve.schemas import ChatMessage, ChatRequest, CompletionRequest
+from bytetx.serve.schemas import ChatRequest, CompletionRequest
 
 # Without zeros before it, so that no two keys are one token.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}", re.ASCII)
@@ -104,8 +104,10 @@ async def completions(body: CompletionRequest, exchange: Exchange) -> Response:
     """Continues each prompt, a string or token ids, in n ways."""
     facts = find_model(exchange, body.model, "generate")
     check_batch(exchange, body.prompt, field="prompt")
-    if body.echo or body.suffix or body.best_of not in (None, body.n):
-        raise ServeError("validation", "echo, suffix and best_of are not supported; leave them out")
+    if body.best_of not in (None, body.n):
+        raise ServeError(
+            "unsupported", "best_of is not supported beside n; leave it out", param="best_of"
+        )
     max_tokens = body.max_tokens or (None if _checkpoint_limit(facts) else 16)
     options = _options(body, max_tokens=max_tokens, logprobs=body.logprobs)
     run = _start(exchange, facts, list(body.prompt), options)
@@ -130,17 +132,11 @@ async def chat_completions(body: ChatRequest, exchange: Exchange) -> Response:
             "checkpoint that was tuned for chats",
             param="model",
         )
-    if body.tools:
-        raise ServeError("validation", "tools are not supported; leave them out", param="tools")
-    if body.response_format not in (None, {"type": "text"}):
-        raise ServeError(
-            "validation", 'response_format must be {"type": "text"}', param="response_format"
-        )
-    messages = [_message(message) for message in body.messages]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = body.max_completion_tokens or body.max_tokens
     options = _options(body, max_tokens=max_tokens, logprobs=logprobs) | {"is_chat": True}
-    run = _start(exchange, facts, [messages], options)
+    options["chat_template_kwargs"] = _template_kwargs(body)
+    run = _start(exchange, facts, [body.messages], options)
     form = _Chat(exchange, run)
     if body.stream:
         return await _stream(form, includes_usage=_includes_usage(body))
@@ -149,8 +145,7 @@ async def chat_completions(body: ChatRequest, exchange: Exchange) -> Response:
         "choices": [form.choice(number, choice) for number, choice in enumerate(choices)],
         "usage": run.usage.as_json(),
     }
-    characters = sum(len(message["content"]) for message in messages)
-    return json_answer(exchange, content, num_characters=characters)
+    return json_answer(exchange, content, num_characters=_count_characters(body.messages))
 
 
 class _Form:
@@ -384,17 +379,31 @@ def _token_bias(bias: dict[str, float] | None) -> dict[str, float] | None:
     return bias
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
-    """For the template; parts of text are joined."""
-    content = message.content
-    if isinstance(content, list):
-        texts = [part.get("text") for part in content if part.get("type") == "text"]
-        if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
-            raise ServeError(
-                "validation", "the content of a message must be text; other parts are not supported"
-            )
-        content = "".join(str(text) for text in texts)
-    return {"role": message.role, "content": content or ""}
+def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    """What the chat template reads beside the messages, as Model.generate takes it."""
+    given = dict(body.chat_template_kwargs or {})
+    if given.pop("chat_template", None) is not None:
+        raise ServeError(
+            "unsupported",
+            "chat_template is not supported: the checkpoint's own is used; leave it out",
+            param="chat_template_kwargs",
+        )
+    named = {
+        "tools": body.tools,
+        "documents": body.documents,
+        "reasoning_effort": body.reasoning_effort,
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+    }
+    return given | {name: value for name, value in named.items() if value is not None}
+
+
+def _count_characters(messages: Sequence[Mapping[str, Any]]) -> int:
+    contents = (message.get("content") or "" for message in messages)
+    return sum(
+        len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+        for content in contents
+    )
 
 
 def _includes_usage(body: CompletionRequest | ChatRequest) -> bool:

@@ -1,7 +1,7 @@
 """TEI's routes: /embed and its relatives, /predict, /rerank, /tokenize, /decode, POST /."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from starlette.responses import Response
@@ -12,11 +12,13 @@ from bytetx.serve.answers import (
     check_characters,
     check_tokenize,
     count_characters,
+    joined_answers,
     json_answer,
     run,
 )
 from bytetx.serve.calls import ModelFacts, Outcome
 from bytetx.serve.errors import ServeError
+from bytetx.serve.fields import Fields
 from bytetx.serve.gateway import MAX_INLINE_BYTES, Exchange, parse
 from bytetx.serve.schemas import (
     DecodeRequest,
@@ -28,10 +30,12 @@ from bytetx.serve.schemas import (
     RerankRequest,
     SimilarityRequest,
     TokenizeRequest,
+    VertexRequest,
 )
 from bytetx.serve.site import need_task
 
 _MAX_INLINE_ROWS = 4096  # entries of an answer that are made in the event loop
+M = TypeVar("M", bound=Fields)
 
 
 async def embed(body: EmbedRequest, exchange: Exchange) -> Response:
@@ -174,8 +178,6 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
     check_batch(exchange, body.texts, field="texts")
     characters = len(body.query) * len(body.texts) + count_characters(body.texts)
     check_characters(exchange, characters, field="texts")
-    if body.cuts_left:
-        raise ServeError("validation", "truncation_direction Left is for single texts, not pairs")
     outcome = await run(
         exchange,
         facts,
@@ -183,6 +185,7 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
         [body.query, body.texts],
         raw_scores=body.raw_scores,
         truncate=truncates(exchange, body.truncate),
+        **_left(body.cuts_left),
     )
     content = [
         {"index": index, "score": score} | ({"text": body.texts[index]} if body.return_text else {})
@@ -194,9 +197,9 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
 async def similarity(body: SimilarityRequest, exchange: Exchange) -> Response:
     """How similar each sentence is to the source sentence, by the model's own function."""
     facts = _model(exchange, body.model, "embed")
-    check_batch(exchange, body.inputs.sentences, field="inputs.sentences")
     given = body.parameters
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
+    check_batch(exchange, body.inputs.sentences and texts, field="inputs.sentences")
     outcome = await run(
         exchange,
         facts,
@@ -262,27 +265,7 @@ async def decode(body: DecodeRequest, exchange: Exchange) -> Response:
 async def main_task(exchange: Exchange) -> Response:
     """What the model is for: /similarity for its inputs, else /embed, /predict, /rerank or
     /predict_tokens, as TEI and Hugging Face's InferenceClient use this route."""
-    given = await _read_object(exchange)
-    if isinstance(given.get("inputs"), dict):
-        return await similarity(await parse(exchange, SimilarityRequest), exchange)
-    parameters = given.get("parameters")
-    is_hub_api = isinstance(parameters, dict)
-    if isinstance(parameters, dict):
-        hub = given | _hub_options(parameters)
-        exchange.body_bytes = await exchange.site.in_thread(lambda: orjson.dumps(hub))
-    named = given.get("model")
-    name = exchange.model_name or (named if isinstance(named, str) else None)
-    task = exchange.site.find_model(name).main_task
-    if task == "embed_sparse":
-        return await embed_sparse(await parse(exchange, EmbedSparseRequest), exchange)
-    if task == "rerank" and "query" in given:
-        return await rerank(await parse(exchange, RerankRequest), exchange)
-    if task in ("classify", "rerank"):
-        body = await parse(exchange, PredictRequest)
-        return await _predict(body, exchange, is_nested=is_hub_api or not body.inputs.is_single)
-    if task == "tag":
-        return await predict_tokens(await parse(exchange, PredictTokensRequest), exchange)
-    return await embed(await parse(exchange, EmbedRequest), exchange)
+    return await _main_task(await _read_object(exchange), exchange)
 
 
 async def _read_object(exchange: Exchange) -> dict[str, Any]:
@@ -299,6 +282,49 @@ async def _read_object(exchange: Exchange) -> dict[str, Any]:
     return given
 
 
+async def invocations(exchange: Exchange) -> Response:
+    """As POST /, where SageMaker sends requests."""
+    return await main_task(exchange)
+
+
+async def vertex(body: VertexRequest, exchange: Exchange) -> Response:
+    """As POST / for each instance of a request of Vertex AI."""
+    check_batch(exchange, body.instances, field="instances")
+    answers = []
+    for index, instance in enumerate(body.instances):
+        try:
+            answers.append(await _main_task(instance, exchange))
+        except ServeError as error:
+            error.message = f"instances[{index}]: {error.message}"
+            raise
+    return joined_answers(exchange, answers, key="predictions")
+
+
+async def _main_task(given: dict[str, Any], exchange: Exchange) -> Response:
+    if isinstance(given.get("inputs"), dict):
+        return await similarity(await _read(SimilarityRequest, given, exchange), exchange)
+    parameters = given.get("parameters")
+    if not isinstance(parameters, dict | None):
+        raise ServeError("validation", f"parameters must be a table, got {shown(parameters)}")
+    is_hub_api = parameters is not None
+    # What the hub's own API takes for its queue and cache has no meaning here.
+    plain = {name: given[name] for name in given if name not in ("parameters", "options")}
+    given = plain | _hub_options(parameters or {})
+    named = given.get("model")
+    name = exchange.model_name or (named if isinstance(named, str) else None)
+    task = exchange.site.find_model(name).main_task
+    if task == "embed_sparse":
+        return await embed_sparse(await _read(EmbedSparseRequest, given, exchange), exchange)
+    if task == "rerank" and "query" in given:
+        return await rerank(await _read(RerankRequest, given, exchange), exchange)
+    if task in ("classify", "rerank"):
+        body = await _read(PredictRequest, given, exchange)
+        return await _predict(body, exchange, is_nested=is_hub_api or not body.inputs.is_single)
+    if task == "tag":
+        return await predict_tokens(await _read(PredictTokensRequest, given, exchange), exchange)
+    return await embed(await _read(EmbedRequest, given, exchange), exchange)
+
+
 def _hub_options(parameters: dict[str, Any]) -> dict[str, Any]:
     """The hub's names of options, as InferenceClient sends them, in TEI's."""
     options = dict(parameters)
@@ -310,6 +336,14 @@ def _hub_options(parameters: dict[str, Any]) -> dict[str, Any]:
             f"{shown(function)}",
         )
     return options | ({"raw_scores": True} if function == "none" else {})
+
+
+async def _read(model: type[M], given: dict[str, Any], exchange: Exchange) -> M:
+    try:
+        raw = await exchange.site.in_thread(lambda: orjson.dumps(given))
+    except TypeError as error:  # of an integer beyond 64 bits
+        raise ServeError("validation", f"the request has a value out of range: {error}") from None
+    return await parse(exchange, model, raw)
 
 
 def _model(exchange: Exchange, name: str | None, task: str) -> ModelFacts:

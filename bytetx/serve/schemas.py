@@ -1,11 +1,14 @@
 """Requests of every route, as pydantic checks them and the OpenAPI page shows them."""
 
-from typing import Annotated, Any, Literal, TypeVar
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from bytetx.errors import shown
+from bytetx.serve.fields import ANY, Fields, OrNull
 
 MAX_PROMPTS = 64  # of one /v1/completions
 
@@ -83,6 +86,71 @@ def _check_documents(value: object) -> list[str]:
     raise _wrong('a list of strings, or of objects {"text": "..."}', value)
 
 
+def _check_messages(value: object) -> list[dict[str, Any]]:
+    """A chat as its template takes it: every key of a message is kept, in its order."""
+    if type(value) is not list or not value or not all(type(item) is dict for item in value):
+        raise _wrong('a list of messages {"role": "...", "content": "..."}', value)
+    return [_checked_message(message, f"[{index}]") for index, message in enumerate(value)]
+
+
+def _checked_message(message: dict[str, Any], place: str) -> dict[str, Any]:
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    if type(role) is not str:
+        raise _wrong_at(f"{place}.role", "a string", role)
+    if type(content) is list:
+        parts = enumerate(content)
+        content = [_checked_part(part, f"{place}.content[{index}]") for index, part in parts]
+    elif content is not None and type(content) is not str:
+        raise _wrong_at(f"{place}.content", "a string or a list of parts", content)
+    checked = message if content is None else message | {"content": content}
+    if role != "assistant" or calls is None:
+        return checked
+    if type(calls) is not list:
+        raise _wrong_at(f"{place}.tool_calls", "a list", calls)
+    if not calls:  # as if there were none, which templates do not take it for
+        return {key: checked[key] for key in checked if key != "tool_calls"}
+    named = enumerate(calls)
+    read = [_checked_call(call, f"{place}.tool_calls[{index}]") for index, call in named]
+    return checked | {"tool_calls": read}
+
+
+def _checked_part(part: object, place: str) -> dict[str, Any]:
+    """A part of text; OpenAI's refusals are such."""
+    if type(part) is dict:
+        kind = part.get("type")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if kind in ("text", "refusal") and type(text) is str:
+            return {"type": "text", "text": text} if kind == "refusal" else part
+        if kind not in ("text", "refusal"):
+            raise _wrong_at(f"{place}.type", "text, as other parts are not supported", kind)
+    raise _wrong_at(place, 'a part {"type": "text", "text": "..."}', part)
+
+
+def _checked_call(call: object, place: str) -> object:
+    """A call of a tool. Its arguments come as JSON, of which templates are given the values."""
+    if type(call) is not dict or type(call.get("function")) is not dict:
+        return call  # of a form of the model's own
+    arguments = call["function"].get("arguments") or "{}"
+    if type(arguments) is str:
+        try:
+            arguments = json.loads(arguments, parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            raise _wrong_at(f"{place}.function.arguments", "JSON", arguments) from None
+    return call | {"function": call["function"] | {"arguments": arguments}}
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _wrong_at(place: str, what: str, value: object) -> PydanticCustomError:
+    return PydanticCustomError(
+        "wrong_message",
+        "{place} must be {what}, got {got}",
+        {"place": place, "what": what, "got": shown(value)},
+    )
+
+
 _STRING = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
@@ -93,6 +161,23 @@ def _list_of(*kinds: dict[str, Any]) -> dict[str, Any]:
 
 _PARTS = {"type": "array", "items": _STRING, "minItems": 1, "maxItems": 2}
 _DOCUMENT = {"type": "object", "properties": {"text": _STRING}, "required": ["text"]}
+
+_NULL, _OBJECT = {"type": "null"}, {"type": "object"}
+_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": _STRING}}
+_MESSAGE = {
+    "type": "object",
+    "description": "Every key reaches the chat template.",
+    "properties": {
+        "role": _STRING,
+        "content": {"anyOf": [_STRING, {"type": "array", "items": _PART}, _NULL]},
+        "name": {"anyOf": [_STRING, _NULL]},
+        "tool_calls": {"anyOf": [{"type": "array", "items": _OBJECT}, _NULL]},
+        "tool_call_id": {"anyOf": [_STRING, _NULL]},
+        "reasoning_content": {"anyOf": [_STRING, _NULL]},
+    },
+    "required": ["role"],
+}
+_CHAT_SCHEMA = {"type": "array", "items": _MESSAGE, "minItems": 1}
 
 Texts = Annotated[
     Batch,
@@ -113,26 +198,107 @@ Ids = Annotated[
 Documents = Annotated[
     list[str], PlainValidator(_check_documents), WithJsonSchema(_list_of(_STRING, _DOCUMENT))
 ]
+Messages = Annotated[
+    list[dict[str, Any]], PlainValidator(_check_messages), WithJsonSchema(_CHAT_SCHEMA)
+]
 Direction = Literal["Left", "Right", "left", "right"]
 
+ANY_VALUE = (ANY,)
+# Fields of OpenAI's API, vLLM, SGLang and llama.cpp that completions and chats have in common.
+_GENERATION = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "early_stopping": (False,),
+    "enable_thinking": (),
+    "ebnf": (),
+    "ec_transfer_params": (),
+    "grammar": (),
+    "guided_choice": (),
+    "guided_decoding_backend": ANY_VALUE,
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "json_schema": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_processors": ([],),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "lora_path": (),
+    "num_beams": (1,),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "repetition_detection": (),
+    "request_id": (),
+    "response_format": ({"type": "text"},),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "safety_identifier": ANY_VALUE,
+    "service_tier": ANY_VALUE,
+    "session_id": ANY_VALUE,
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": ANY_VALUE,
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+_CHATS = {
+    "add_special_tokens": (False,),
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "media_io_kwargs": ({},),
+    "metadata": ANY_VALUE,
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True,),
+    "prediction": ANY_VALUE,  # it makes an answer faster, not another one
+    "prompt_cache_key": ANY_VALUE,
+    "prompt_cache_options": ANY_VALUE,
+    "prompt_cache_retention": ANY_VALUE,
+    "separate_reasoning": (False,),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
 
 T = TypeVar("T")
 # One error is told; to collect those of a million entries takes seconds.
 _List = Annotated[list[T], Field(fail_fast=True)]
 
 
-class _Request(BaseModel):
-    """Unknown fields are ignored, as the servers whose routes these are do; types are exact."""
+class _Request(Fields):
+    """Of a route of TEI's, or of bytetx's own."""
 
-    # JSON has no Infinity and no NaN.
-    model_config = ConfigDict(
-        strict=True, extra="ignore", protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
+
+
+class _OpenRequest(Fields):
+    """Of a route of OpenAI's or Cohere's."""
+
+    refuses_unknown: ClassVar[bool] = False
 
 
 class _TeiRequest(_Request):
     truncate: bool | None = Field(None, description="Cut long texts; the server's --auto-truncate.")
-    truncation_direction: Direction = "Right"
+    truncation_direction: OrNull[Direction] = "Right"
     model: str | None = Field(None, description="A served model; the first one.")
 
     @property
@@ -142,7 +308,7 @@ class _TeiRequest(_Request):
 
 class EmbedRequest(_TeiRequest):
     inputs: Texts
-    normalize: bool | None = Field(True, description="Scale vectors to length 1.")
+    normalize: OrNull[bool] = Field(True, description="Scale vectors to length 1.")
     dimensions: Annotated[int, Field(ge=1)] | None = None
     prompt_name: str | None = None
 
@@ -159,7 +325,7 @@ class EmbedSparseRequest(_TeiRequest):
 
 class PredictRequest(_TeiRequest):
     inputs: Sequences
-    raw_scores: bool = False
+    raw_scores: OrNull[bool] = False
     top_k: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Not TEI's: the best labels alone."
     )
@@ -167,18 +333,18 @@ class PredictRequest(_TeiRequest):
 
 class PredictTokensRequest(_TeiRequest):
     inputs: Strings
-    aggregation_strategy: Literal["none", "simple", "first", "average", "max"] = "simple"
+    aggregation_strategy: OrNull[Literal["none", "simple", "first", "average", "max"]] = "simple"
     stride: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Cut long texts into chunks that share so many tokens."
     )
-    ignore_labels: _List[str] = ["O"]
+    ignore_labels: OrNull[_List[str]] = ["O"]
 
 
 class RerankRequest(_TeiRequest):
     query: str
     texts: _List[str]
-    raw_scores: bool = False
-    return_text: bool = False
+    raw_scores: OrNull[bool] = False
+    return_text: OrNull[bool] = False
 
 
 class SimilarityInput(_Request):
@@ -198,46 +364,84 @@ class SimilarityRequest(_Request):
 
 class TokenizeRequest(_Request):
     inputs: Strings
-    add_special_tokens: bool = True
+    add_special_tokens: OrNull[bool] = True
     prompt_name: str | None = None
     model: str | None = None
 
 
 class DecodeRequest(_Request):
     ids: Ids
-    skip_special_tokens: bool = True
+    skip_special_tokens: OrNull[bool] = True
     model: str | None = None
 
 
-class EmbeddingsRequest(_Request):
+class VertexRequest(_Request):
+    """Each instance is a body of POST /."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"parameters": ({},)}
+    instances: list[dict[str, Any]]
+
+
+class EmbeddingsRequest(_OpenRequest):
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_special_tokens": (True,),
+        "embed_dtype": ("float32",),
+        "embedding_type": ("float",),
+        "endianness": ("little", "native"),
+        "input_type": (),
+        "late_chunking": (False,),
+        "messages": (),
+        "modality": ("text",),
+        "normalize": (True,),
+        "output_dimension": (),
+        "output_dtype": ("float",),
+        "pooling": (),
+        "priority": (0,),
+        "task": (),
+        "truncate_prompt_tokens": (),
+    }
     input: Texts
     model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: OrNull[Literal["float", "base64"]] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
     prompt_name: str | None = Field(None, description="Not OpenAI's: a prompt of the checkpoint.")
     truncate: bool | None = Field(None, description="Not OpenAI's: as /embed's.")
 
 
-class OpenAIRerankRequest(_Request):
+class OpenAIRerankRequest(_OpenRequest):
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "instruction": (),
+        "max_chunks_per_doc": (),
+        "max_tokens_per_doc": (),
+        "priority": ANY_VALUE,
+        "rank_fields": (["text"],),
+        "relevant_spans": (False,),
+        "return_embeddings": (False,),
+        "truncate_prompt_tokens": (),
+    }
     query: str
     documents: Documents
     model: str | None = None
     top_n: Annotated[int, Field(ge=1)] | None = None
-    return_documents: bool = False
-    raw_scores: bool = Field(False, description="Not Cohere's: logits instead of scores.")
+    return_documents: OrNull[bool] = False
+    raw_scores: OrNull[bool] = Field(False, description="Not Cohere's: logits instead of scores.")
     truncate: bool | None = Field(None, description="Not Cohere's: as /rerank's.")
 
 
-class StreamOptions(_Request):
-    include_usage: bool = False
+class StreamOptions(_OpenRequest):
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "continuous_usage_stats": (False,),
+        "include_obfuscation": ANY_VALUE,
+    }
+    include_usage: OrNull[bool] = False
 
 
-class _GenerationRequest(_Request):
+class _GenerationRequest(_OpenRequest):
     """What completions and chats have in common; top_k to stop_token_ids are vLLM's names."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    n: OrNull[Annotated[int, Field(ge=1, le=128)]] = 1
     temperature: float | None = Field(None, description="The checkpoint's, else 1.")
     top_p: float | None = Field(None, description="The checkpoint's, else 1.")
     presence_penalty: float | None = 0.0
@@ -245,7 +449,7 @@ class _GenerationRequest(_Request):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | _List[str] | None = None
-    stream: bool | None = False
+    stream: OrNull[bool] = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     top_k: int | None = None
@@ -259,27 +463,31 @@ class _GenerationRequest(_Request):
 
 
 class CompletionRequest(_GenerationRequest):
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _GENERATION | {
+        "add_special_tokens": (True,),
+        "echo": (False,),
+        "suffix": ("",),
+    }
     prompt: Texts
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, description="The checkpoint's, else 16."
     )
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    echo: bool | None = False
-    suffix: str | None = None
-    best_of: int | None = None
-
-
-class ChatMessage(_Request):
-    role: str
-    content: str | _List[dict[str, Any]] | None = None
-    name: str | None = None
+    best_of: int | None = Field(None, description="n, or left out.")
 
 
 class ChatRequest(_GenerationRequest):
-    messages: Annotated[_List[ChatMessage], Field(min_length=1)]
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _GENERATION | _CHATS
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = False
+    logprobs: OrNull[bool] = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
+    documents: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
+    reasoning_effort: str | None = Field(None, description="For the chat template.")
+    add_generation_prompt: bool | None = Field(None, description="Begin an answer; true.")
+    continue_final_message: bool | None = Field(None, description="Go on with the last message.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the checkpoint's chat template."
+    )

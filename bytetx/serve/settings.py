@@ -34,6 +34,7 @@ class ServeSettings:
 
     models: at least one, the first serves requests that name none.
     accepts_any_name: whether a request may name a model that is not served; only for one model.
+    ignores_unknown_fields: whether all routes pass over fields of requests that they do not know.
     max_*, payload_limit_bytes: limits of requests; every one is named in its error.
     metrics_names: sets of metric names, of METRICS_NAMES; the first one is always there.
     log_level: the least of LOG_LEVELS that is written.  access_log: a line for each request.
@@ -50,6 +51,7 @@ class ServeSettings:
     threads: int | None = None
     accepts_any_name: bool = False
     generation_config: str = "auto"
+    ignores_unknown_fields: bool = False
     pooling: str | None = None
     default_prompt: str | None = None
     default_prompt_name: str | None = None

@@ -2,7 +2,7 @@
 
 import asyncio
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
@@ -38,9 +38,19 @@ class Site:
         self.phase: Phase = "starting"
         self.num_running = 0
         self._num_logprobs = 0
+        self._said: set[Hashable] = set()
         self._keys = [key.encode() for key in settings.api_keys]
         # Its own, for asyncio's threads may all wait for templates.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="bytetx-json")
+
+    def is_first(self, event: Hashable) -> bool:
+        """Whether it has not happened before: the log has a line of the first, metrics count all.
+
+        event: of a kind that clients cannot multiply.
+        """
+        is_first = event not in self._said
+        self._said.add(event)
+        return is_first
 
     async def in_thread(self, function: Callable[[], T]) -> T:
         """Runs what would hold up the event loop: reading and writing long documents."""

@@ -89,7 +89,7 @@ def test_request_ids(in_process: InProcess) -> None:
         ("/embed", b'{"inputs": "a", "dimensions": 99999999999999999999}', ["dimensions"]),
         ("/embed", b'{"inputs": [5, 99999]}', ["99999"]),
         ("/embed", b'{"inputs": [5, 99999999999999999999]}', ["99999999999999999999"]),
-        ("/predict", b'{"inputs": ["a", "b", "c"], "x": 1}', []),
+        ("/predict", b'{"inputs": ["a", "b", "c"]}', []),
         ("/rerank", b'{"query": "a", "texts": "b"}', ["texts"]),
         ("/decode", b'{"ids": "a"}', ["ids"]),
         ("/decode", b'{"ids": [-1]}', ["-1"]),
@@ -140,10 +140,10 @@ def test_batches(in_process: InProcess) -> None:
     one = in_process.with_settings(max_client_batch_size=2)
     assert one.post("/embed", {"inputs": ["a", "b"]}).status_code == 200
     many = {"inputs": ["a"] * 3}
-    tei_error(one.post("/embed", many), 422, "validation", "3", "2", "--max-client-batch-size")
+    tei_error(one.post("/embed", many), 413, "validation", "3", "2", "--max-client-batch-size")
     tei_error(one.post("/embed", {"inputs": []}), 400, "empty", "inputs")
     body = {"query": "a", "texts": ["a"] * 3, "model": "reranker"}
-    tei_error(one.post("/rerank", body), 422, "validation", "texts")
+    tei_error(one.post("/rerank", body), 413, "validation", "texts")
     openai_error(one.post("/v1/embeddings", {"input": []}), 400, "input")
     prompts = {"prompt": ["a"] * 3, "model": "writer"}
     openai_error(one.post("/v1/completions", prompts), 400, "--max-client-batch-size")

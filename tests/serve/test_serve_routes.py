@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import orjson
 import pytest
+import transformers
 from checkpoints import SENTENCES, save_sentence_model
 from draft_oracle import MAX_DRAFT, Oracle, oracle  # noqa: F401  (oracle: a fixture)
 from serving import InProcess
@@ -60,7 +61,7 @@ def test_embed_truncates_on_either_side(in_process: InProcess) -> None:
     answer = in_process.post("/embed", prompted)
     np.testing.assert_allclose(answer.json(), model.embed([left]).vectors, atol=1e-6)
     refused = in_process.post("/embed", {"inputs": LONG, "truncate": False})
-    assert refused.status_code == 422 and "set truncate" in refused.json()["error"]
+    assert refused.status_code == 413 and "set truncate" in refused.json()["error"]
 
 
 @pytest.mark.parametrize(("name", "path"), [("embedder", "/embed"), ("classifier", "/predict")])
@@ -68,9 +69,48 @@ def test_truncation_on_the_left_is_asked_for(in_process: InProcess, name: str, p
     route = f"/models/{name}{path}"
     left = {"truncate": False, "truncation_direction": "Left"}
     refused = in_process.post(route, left | {"inputs": LONG})
-    assert refused.status_code == 422 and "set truncate" in refused.json()["error"]
+    assert refused.status_code == 413 and "set truncate" in refused.json()["error"]
     short = in_process.post(route, left | {"inputs": TEXTS[0]})
     assert short.json() == in_process.post(route, {"inputs": TEXTS[0]}).json()
+
+
+def test_pairs_are_truncated_on_the_left(in_process: InProcess) -> None:
+    """As TEI does it: from the beginning of the longer side, token by token."""
+    short = "New York is big"
+    for name, query, document in (
+        ("classifier", short, LONG),
+        ("classifier", LONG, short),
+        ("classifier", LONG, f"a fox {LONG}"),
+        ("reranker", short, LONG),
+    ):
+        model = in_process.model(name)
+        theirs = transformers.AutoTokenizer.from_pretrained(
+            model.checkpoint.folder, truncation_side="left"
+        )
+        cut = theirs(query, document, truncation="longest_first", max_length=model.max_tokens)
+        left_model = model._cutting_left()
+        reader = left_model._reader(truncate=True, on_error="raise")
+        found = reader.read([(query, document)], 0).requests
+        assert found.token_ids.tolist() == cut["input_ids"]
+        assert found.token_type_ids.tolist() == cut["token_type_ids"]
+        if name == "reranker":
+            path, body = "/rerank", {"query": query, "texts": [document]}
+            wanted = left_model.rerank(query, [document], truncate=True)
+        else:
+            path, body = "/predict", {"inputs": [query, document]}
+            wanted = left_model.classify([(query, document)], truncate=True)[0]
+        given = {"truncation_direction": "Left", "truncate": True, "model": name}
+        left = in_process.post(path, body | given).json()
+        right = in_process.post(path, body | {"model": name}).json()
+        scores = [[row["score"] for row in rows] for rows in (left, right)]
+        np.testing.assert_allclose(scores[0], [row.score for row in wanted], atol=1e-6)
+        assert np.abs(np.subtract(*scores)).max() > 1e-6
+
+
+def test_token_ids_are_not_cut_on_the_left(in_process: InProcess) -> None:
+    left = {"truncation_direction": "Left", "truncate": True}
+    answer = in_process.post("/embed", left | {"inputs": [5] * 300})
+    assert answer.status_code == 413 and "token ids" in answer.json()["error"]
 
 
 def test_truncation_on_the_left_pools_no_prompt(tmp_path: Path) -> None:
@@ -96,7 +136,7 @@ def test_truncation_is_counted(in_process: InProcess) -> None:
         one.post("/embed", {"inputs": [LONG, "a"], "truncation_direction": direction})
     assert 'bytetx_truncated_inputs_total{model="embedder"} 2.0' in one.get("/metrics").text
     strict = in_process.with_settings(auto_truncate=False)
-    assert strict.post("/embed", {"inputs": LONG}).status_code == 422
+    assert strict.post("/embed", {"inputs": LONG}).status_code == 413
     assert strict.post("/embed", {"inputs": LONG, "truncate": True}).status_code == 200
 
 
@@ -345,7 +385,8 @@ def test_completions_with_drafts(
         ("completions", {"temperature": 7}, "temperature"),
         ("completions", {"logit_bias": {"x": 1}}, "logit_bias"),
         ("completions", {"prompt": [10**6]}, "1000000"),
-        ("chat/completions", {"tools": [{}]}, "tools"),
+        ("chat/completions", {"tools": [{}], "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"tools": "search"}, "tools"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{}]}]}, "content"),
         ("chat/completions", {"model": "embedder"}, "cannot generate"),
