@@ -616,13 +616,12 @@ class AsyncModel:
         """
         params = SamplingParams() if params is None else params
         self._model._check(params)
-        options = checked_options(chat_template_kwargs)
-        encode = partial(self._model.encode_prompts, chat_template_kwargs=options)
+        options = {"chat_template_kwargs": checked_options(chat_template_kwargs)}
         check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)
         return AsyncGeneration(
             self._generation,
-            lambda: encode([prompt])[0],
+            lambda: self._model.encode_prompts([prompt], **options)[0],
             params,
             is_chat=is_chat(prompt),
             priority=priority,
