@@ -18,6 +18,7 @@ from bytetx.arguments import (
     check_top_k,
     chosen_layers,
 )
+from bytetx.checkpoint.families import read_families
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.checkpoint.generation_config import check_switch
 from bytetx.encode.model_runner import Runner
@@ -87,6 +88,7 @@ def load(
     cuda_graphs: bool = True,
     batch_invariant: bool = False,
     generation_config: str | Path = "auto",
+    families: str | Path | None = None,
     group_timeout: float = DEFAULT_LIMIT_S,
     revision: str | None = None,
     local_files_only: bool = False,
@@ -112,11 +114,14 @@ def load(
     generation_config: where generation starts for the parameters that a request leaves unset:
     "auto" is the checkpoint's generation_config.json; "vllm" takes its end-of-text tokens alone, as
     vLLM's option of that name does; "none" does not read it; else the path of such a file.
+    families: a folder of TOML files as models/ has them (docs/models.md): families of checkpoints
+    that are added, and used in place of bytetx's own of the same model_type.
     group_timeout: with tp, seconds after which a process that is stopped ends the group with a
     GroupError; one that runs, but makes no progress, has ten times as long. math.inf: no limit.
     Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.
     """
     switch = check_switch(generation_config)
+    known = read_families(families)
     folder = resolve_checkpoint(path_or_id, revision=revision, local_files_only=local_files_only)
     with computing():
         checkpoint = load_ranks(
@@ -128,6 +133,7 @@ def load(
             token_budget=token_budget,
             group_timeout=group_timeout,
             batch_invariant=batch_invariant,
+            families=known,
         )
     try:
         checkpoint = load_generation(checkpoint, switch=switch)
@@ -221,6 +227,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
             cuda_graphs=self.cuda_graphs,
             batch_invariant=checkpoint.batch_invariant,
             generation_config=checkpoint.generation.switch,
+            families=checkpoint.families,
         )
         return again, ()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from paths import load_script
 
-from bytetx.checkpoint.family import families
+from bytetx.checkpoint.families import read_families
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a file or function may have at most; far above what is usual here, for neither is ever split
@@ -95,7 +95,7 @@ def test_the_table_of_families_is_of_these_files() -> None:
     listing = load_script("list_families")
     text = listing.PAGE.read_text(encoding="utf-8")
     assert listing.page_with(listing.table()) == text, "run: python docs/list_families.py"
-    types = {name for content in families().values() for name in content["model_types"]}
+    types = read_families().model_types
     assert types and all(f"`{name}`" in listing.table() for name in types)
 
 

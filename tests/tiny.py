@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import nn
 
-from bytetx.checkpoint.files import load_config
-from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Weights
+from bytetx.nn.loading import load_spec
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch, pack, split
@@ -137,7 +137,7 @@ class Loaded:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, *, prepack: bool = True) -> Loaded:
-    spec = build_spec(load_config(folder))
+    spec = load_spec(folder)
     weights = Weights(folder, spec)
     options = {"dtype": dtype, "device": "cpu", "prepack": prepack}
     transformer = Transformer.from_tensors(spec, weights, **options)

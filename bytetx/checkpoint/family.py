@@ -2,7 +2,6 @@
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -235,51 +234,44 @@ _PAIRS = (
 )
 
 
-@cache
-def families() -> dict[str, dict[str, Any]]:
-    """Every models/*.toml by its file's stem, checked.
-
-    Of several files with one model_type, all but one have a `marker`: keys of the config.json
-    that they serve.
-
-    Raises CheckpointError naming the file and the key that is unknown, missing or not allowed.
-    """
-    tables: dict[str, dict[str, Any]] = {}
-    for path in sorted(_models_folder().glob("*.toml")):
-        table = read_family(path)
-        for family, other in tables.items():
-            taken = set(other["model_types"]) & set(table["model_types"])
-            if taken and other.get("marker") == table.get("marker"):
-                raise CheckpointError(
-                    f"models/{path.name}: model_type {', '.join(sorted(taken))} is already in "
-                    f"models/{family}.toml"
-                )
-        tables[path.stem] = table
-    return tables
+def is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
 
 
-def known_model_types() -> list[str]:
-    """Every model_type that can be loaded, sorted."""
-    return sorted({name for table in families().values() for name in table["model_types"]})
-
-
-def known_code(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Beginnings of the names of classes whose code the families of this config.json stand for."""
-    model_type, names = config.get("model_type"), []
-    for table in families().values():
-        if model_type in table["model_types"]:
-            names += table.get("own_code", ())
-            names += [name for name, key in table.get("keyed_code", {}).items() if key in config]
-    return tuple(names)
+def named_file(path: Path) -> str:
+    """A file of families as errors name it."""
+    return f"models/{path.name}" if path.parent == models_folder() else str(path)
 
 
 def read_family(path: Path) -> dict[str, Any]:
-    """One family's table; a misspelt key is an error, for it would change a model in silence."""
+    """One family's table; a misspelt key is an error, for it would change a model in silence.
+
+    Raises CheckpointError naming the file and the key that is unknown, missing or not allowed.
+    """
+    return checked_family(path, parse_family(path))
+
+
+def parse_family(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"models/{path.name} cannot be read as TOML: {error}") from error
-    where = f"models/{path.name}:"
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{named_file(path)} cannot be read as TOML: {error}") from error
+
+
+def checked_family(path: Path, table: dict[str, Any]) -> dict[str, Any]:
+    where = f"{named_file(path)}:"
+    try:
+        _check_table(where, table)
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        # A value of another type than every check expects, as a number in place of a name.
+        raise CheckpointError(
+            f"{where} a value has the wrong type or an unknown name ({error}); compare it with the "
+            "files of models/"
+        ) from error
+    return table
+
+
+def _check_table(where: str, table: dict[str, Any]) -> None:
     sections = {"names", "model_types", "prefix", "defaults", *_SECTIONS}
     _check_keys(where, table, sections - _OPTIONAL_SECTIONS, _OPTIONAL_SECTIONS | _OPTIONAL_KEYS)
     for section, (required, optional) in _SECTIONS.items():
@@ -288,15 +280,20 @@ def read_family(path: Path) -> dict[str, Any]:
     for section in ("heads", "otherwise"):
         for head, content in table.get(section, {}).items():
             _check_keys(f"{where} [{section}.{head}]", content, *_HEADS[head])
+            for key, value in content.items():
+                if isinstance(value, list | dict):
+                    raise CheckpointError(
+                        f"{where} [{section}.{head}] {key} must be one value, got {value!r:.200}"
+                    )
+    _check_types(where, table)
     _check_names(where, table)
     _check_values(where, table)
     _check_modules(where, table)
     for variant in table.get("variants", ()):
         _check_variant(where, table, variant)
-    return table
 
 
-def select_variants(table: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def select_variants(table: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The family's table with the changes of each variant whose `when` the config fulfils."""
 
     def given(key: str) -> Any:
@@ -310,12 +307,12 @@ def select_variants(table: dict[str, Any], config: Mapping[str, Any]) -> dict[st
     return selected
 
 
-def _varied(table: dict[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
+def _varied(table: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
     changed = {key: table[key] | variant[key] for key in _VARIED if key in variant}
-    return table | changed
+    return {**table, **changed}
 
 
-def _models_folder() -> Path:
+def models_folder() -> Path:
     package = Path(__file__).parents[1]
     installed = package / "models"
     return installed if installed.is_dir() else package.parent / "models"
@@ -333,8 +330,33 @@ def _check_keys(where: str, content: Any, required: set[str], optional: set[str]
         raise CheckpointError(f"{where} missing key {', '.join(sorted(missing))}")
 
 
+# Tables whose values are names: of tensors, of keys of config.json, of tasks.
+_NAMES = {"embeddings", "layer", "ungated_layer", "sparse_layer", "final", "convolution"}
+_NAMES |= {"aliases", "nested", "keyed_code", "task_adapters"}
+
+
+def _check_types(where: str, table: dict[str, Any]) -> None:
+    """Checks the types of what a section holds; a number in [config] is fixed in the family."""
+    if not isinstance(table["names"], str):
+        raise CheckpointError(f"{where} names must be a text, got {table['names']!r:.200}")
+    for key in ("defaults", "fixed", "heads", "otherwise", *_NAMES):
+        if not isinstance(content := table.get(key, {}), dict):
+            raise CheckpointError(f"{where} {key} must be a table, got {content!r:.200}")
+    for section in _NAMES | {"config"}:
+        wanted = (str, int, float) if section == "config" else str
+        for key, value in table.get(section, {}).items():
+            if not isinstance(value, wanted) or isinstance(value, bool) or value == "":
+                raise CheckpointError(
+                    f"{where} [{section}] {key} must be a name, got {value!r:.200}"
+                )
+
+
 def _check_names(where: str, table: dict[str, Any]) -> None:
     """Checks what stands outside of the sections."""
+    for key in ("model_types", "marker", "own_code", "unsupported", "bidirectional"):
+        names = table.get(key, ["-"])
+        if not is_names(names) or not names:
+            raise CheckpointError(f"{where} {key} must be a list of names, got {names!r:.200}")
     prefix, nested = table["prefix"], table.get("nested", {})
     prefixes = [prefix] if isinstance(prefix, str) else prefix
     if not isinstance(prefixes, list) or not all(isinstance(name, str) for name in prefixes):
@@ -354,6 +376,7 @@ def _check_variant(where: str, table: dict[str, Any], variant: Any) -> None:
     varied = _varied(table, variant)
     for section in _VARIED:
         _check_keys(f"{where} [[variants]] {section}", varied[section], *_SECTIONS[section])
+    _check_types(f"{where} [[variants]]", varied)
     _check_values(f"{where} [[variants]]", varied)
 
 
@@ -398,6 +421,11 @@ def _check_architecture(where: str, architecture: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"{where} {key} is {value!r}, must be one of {', '.join(map(str, allowed))}"
             )
+    multiple = architecture.get("intermediate_multiple", 1)
+    if not isinstance(multiple, int) or multiple < 1:
+        raise CheckpointError(
+            f"{where} intermediate_multiple is {multiple!r:.200}, must be an integer from 1"
+        )
     offset = architecture["position_offset"]
     if offset != "after_pad_token" and (not isinstance(offset, int) or offset < 0):
         raise CheckpointError(

@@ -1,9 +1,10 @@
 """Finds a checkpoint, in a local folder or on the hub, and reads its config.json."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bytetx.checkpoint.family import known_code
+from bytetx.checkpoint.families import Families
 from bytetx.checkpoint.side_files import (
     FLAG,
     PATH,
@@ -222,16 +223,19 @@ def adapter_base(folder: Path, *, local_files_only: bool = True) -> Path | None:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's config.json.
+    """The checkpoint's config.json."""
+    return read_json(folder / "config.json", _CONFIG)
 
-    Code that a checkpoint brings never runs, so one whose model is defined by its own code is
-    refused, unless it names code that a family of its model_type computes the same as: another
-    family would compute something else.
+
+def refuse_own_code(folder: Path, config: Mapping[str, Any], families: Families) -> None:
+    """Raises CheckpointError where a config.json says that code of the checkpoint is its model.
+
+    Such code never runs. What is not refused names code that a family of its model_type computes
+    the same as: another family would compute something else.
     """
-    config = read_json(folder / "config.json", _CONFIG)
     auto_map = config.get("auto_map")
     classes = auto_map if isinstance(auto_map, dict) else {}
-    known = known_code(config)
+    known = families.own_code(config)
     custom = [
         name
         for name, code in classes.items()
@@ -244,4 +248,3 @@ def load_config(folder: Path) -> dict[str, Any]:
             f"{', '.join(custom)}, and bytetx never runs such code; where the weights are those of "
             f"a plain {config.get('model_type')!r}, remove auto_map from a copy of the file"
         )
-    return config

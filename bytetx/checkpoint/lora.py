@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bytetx.checkpoint.family import families
 from bytetx.checkpoint.files import ADAPTER_CONFIG
 from bytetx.checkpoint.side_files import (
     FLAG,
@@ -139,7 +138,7 @@ def read_lora(folder: Path, weights: Weights, spec: ModelSpec) -> Lora:
 def _places(spec: ModelSpec) -> dict[str, tuple[str, range | None]]:
     """Where the files have a weight of transformers' class, by its name there: the tensor, and its
     rows in one that stacks several.  Only of families whose files name them otherwise."""
-    modules = families()[spec.family].get("modules")
+    modules = spec.family_table.get("modules")
     if modules is None or spec.layer_spec.qkv not in ("separate", "stacked"):
         return {}
     places: dict[str, tuple[str, range | None]] = {}

@@ -6,7 +6,8 @@ from itertools import chain
 from typing import Any
 
 from bytetx.checkpoint.config import Values
-from bytetx.checkpoint.family import families, known_model_types, select_variants
+from bytetx.checkpoint.families import Families, read_families
+from bytetx.checkpoint.family import select_variants
 from bytetx.checkpoint.layer_spec import (
     FFN_LINEARS,
     ExpertSpec,
@@ -84,6 +85,7 @@ class ModelSpec:
         to their dtype, when they are looked up.
     experts: of layers whose feed-forward is a mixture of experts; None where no layer's is.
     is_bidirectional: a causal family's checkpoint whose tokens see their whole sequence.
+    family_table: what the family's TOML file holds.
     """
 
     family: str
@@ -126,6 +128,7 @@ class ModelSpec:
     scales_words: bool = False
     experts: ExpertSpec | None = None
     is_bidirectional: bool = False
+    family_table: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def layer_norm_eps(self) -> float:
@@ -230,15 +233,16 @@ class ModelSpec:
         return total_tokens * (itemsize * row + 5 * 4)
 
 
-def build_spec(config: Mapping[str, Any]) -> ModelSpec:
+def build_spec(config: Mapping[str, Any], families: Families | None = None) -> ModelSpec:
     """The ModelSpec of a checkpoint's config.json (already parsed).
 
+    families: None are those of models/.
     Raises CheckpointError for an unknown model_type (with the known ones), and for sizes that are
     missing, of the wrong type, or that contradict each other.
     """
-    family, table = _family_of(config)
-    config = _unnested(config, table)
-    table = select_variants(table, config)
+    name, family = (families or read_families()).family_of(config)
+    config = _unnested(config, family)
+    table = select_variants(family, config)
     _refuse_variants(config, table)
     values = Values(config, table)
     activation, norm_eps = values.activation(), values.norm_eps()
@@ -271,7 +275,8 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         positions = rotary_positions(layers.rotary, sizes["max_positions"], is_scaled=is_scaled)
         sizes["max_positions"] = positions
     return ModelSpec(
-        family=family,
+        family=name,
+        family_table=family,
         model_type=config["model_type"],
         prefixes=(prefix,) if isinstance(prefix := table["prefix"], str) else tuple(prefix),
         **sizes,
@@ -301,11 +306,9 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
 def build_module_spec(config: Mapping[str, Any]) -> ModelSpec:
     """The ModelSpec of a model in memory: by the modules of transformers' class, not by the tensors
     of its files. Errors as of build_spec."""
-    kind = config.get("model_type")
-    own = (table for table in families().values() if kind in table["model_types"])
-    markers = {key for table in own for key in table.get("marker", ())}
+    markers = read_families().markers(config.get("model_type"))
     spec = build_spec({key: value for key, value in config.items() if key not in markers})
-    modules = families()[spec.family].get("modules")
+    modules = spec.family_table.get("modules")
     if modules is None:
         return spec
     biases = (_MODULES_OF.get(key, (key,)) for key in spec.layer_spec.biases)
@@ -356,17 +359,6 @@ def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, int]:
         "relative_bias_buckets": buckets,
         "relative_bias_max_distance": values.bias_fact("relative_bias_max_distance"),
     }
-
-
-def _family_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The family of the config's model_type; of several, the one most of whose keys it has."""
-    model_type = config.get("model_type")
-    found = [item for item in families().items() if model_type in item[1]["model_types"]]
-    for family, table in sorted(found, key=lambda item: -len(item[1].get("marker", ()))):
-        if all(config.get(key) for key in table.get("marker", ())):
-            return family, table
-    given = "lacks model_type" if model_type is None else f"has model_type {model_type!r}"
-    raise CheckpointError(f"config.json {given}; bytetx knows: {', '.join(known_model_types())}")
 
 
 def _unnested(config: Mapping[str, Any], table: Mapping[str, Any]) -> Mapping[str, Any]:

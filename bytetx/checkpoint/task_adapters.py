@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bytetx.checkpoint.family import families
 from bytetx.checkpoint.files import ADAPTER_CONFIG
 from bytetx.checkpoint.lora import MAX_ALPHA, MAX_RANK, read_lora
 from bytetx.checkpoint.side_files import (
@@ -97,7 +96,7 @@ def _weight_shape(folder: Path, weights: Weights, stem: str) -> tuple[int, ...]:
 
 def _in_subfolders(folder: Path, weights: Weights, spec: ModelSpec) -> TaskAdapters | None:
     """Adapters in peft's layout, each in the subfolder that the family names for its task."""
-    names: Mapping[str, str] = families()[spec.family].get("task_adapters", {})
+    names: Mapping[str, str] = spec.family_table.get("task_adapters", {})
     added: dict[str, Added] = {}
     for task, name in names.items():
         if not (folder / name / ADAPTER_CONFIG).is_file():

@@ -16,6 +16,7 @@ from bytetx.arguments import MAX_DRAFT
 from bytetx.bench.cli import app as bench_app
 from bytetx.cli.files.options import (
     DTYPE_HELP,
+    FAMILIES_HELP,
     GENERATION_CONFIG_HELP,
     JobOptions,
     with_job_options,
@@ -521,6 +522,7 @@ def info(
     dtype: Annotated[str, typer.Option(envvar="BYTETX_DTYPE", help=DTYPE_HELP)] = "auto",
     revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Never ask the hub.")] = False,
+    families: Annotated[str | None, typer.Option(help=FAMILIES_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
     """The kernels of each operation on this machine, and a checkpoint's sizes and heads."""
@@ -534,7 +536,8 @@ def info(
         from bytetx.model import load
 
         folder = resolve_checkpoint(model, revision=revision, local_files_only=offline)
-        report["checkpoint"] = checkpoint_report(load(folder, device=device, dtype=dtype))
+        loaded = load(folder, device=device, dtype=dtype, families=families)
+        report["checkpoint"] = checkpoint_report(loaded)
     if as_json:
         print(json.dumps(report, indent=2))
     else:

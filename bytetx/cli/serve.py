@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bytetx.cli.files.options import DTYPE_HELP, GENERATION_CONFIG_HELP, MAX_THREADS
+from bytetx.cli.files.options import DTYPE_HELP, FAMILIES_HELP, GENERATION_CONFIG_HELP, MAX_THREADS
 from bytetx.errors import OptionError
 
 _MODEL, _LIMITS, _NETWORK, _OUTPUT = "Model", "Limits", "Network", "Logs and metrics"
@@ -92,6 +92,7 @@ def serve(
     generation_config: Annotated[
         str, _option(_MODEL, "GENERATION_CONFIG", GENERATION_CONFIG_HELP)
     ] = "auto",
+    families: Annotated[str | None, _option(_MODEL, "FAMILIES", FAMILIES_HELP)] = None,
     threads: Annotated[
         int | None,
         typer.Option(
@@ -256,6 +257,7 @@ def serve(
         accepts_any_name=len(sources) == 1 and not are_named,
         generation_config=generation_config,
         ignores_unknown_fields=ignore_unknown_fields,
+        families=families,
         pooling=pooling,
         default_prompt=default_prompt,
         default_prompt_name=default_prompt_name,

@@ -14,6 +14,7 @@ from threading import Thread
 
 import torch
 
+from bytetx.checkpoint.families import Families
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import BytetxError, GroupError, InputError
 from bytetx.executor.control import Workers
@@ -70,6 +71,7 @@ def load_sharded(
     rows: RowScheme | None = None,
     group_timeout: float = DEFAULT_LIMIT_S,
     grid: Grid | None = None,
+    families: Families | None = None,
 ) -> LoadedCheckpoint:
     """A checkpoint of which every rank holds a shard; this process is rank 0.
 
@@ -79,13 +81,14 @@ def load_sharded(
     does all communication.
     rows: None is the scheme that was measured for the device and the model's hidden size.
     group_timeout: seconds, as of bytetx.load.  grid: of all ranks; None is y alone.
+    families: None are those of models/.
     Raises InputError where the model cannot be sharded so or there are fewer GPUs, and GroupError
     where a rank fails.
     """
     size = ranks if isinstance(ranks, int) else ranks.size
     grid = Grid(y=size) if grid is None else grid
     device = _device_of_rank_0(device, grid)
-    spec = load_spec(folder)
+    spec = load_spec(folder, families)
     check_grid(spec, grid)  # what cannot be sharded is refused before ranks start
     dtype = resolve_dtype(dtype, device, saved=saved_dtype(folder, spec))
     shared_bytes = 0
@@ -102,7 +105,7 @@ def load_sharded(
         ranks, device, shared_bytes=shared_bytes, rows=rows, group_timeout=group_timeout, grid=grid
     )
     try:
-        checkpoint = load_on_ranks(folder, group, workers, dtype=dtype)
+        checkpoint = load_on_ranks(folder, group, workers, dtype=dtype, families=families)
     except BaseException as error:
         _give_up(workers, error)
         raise
@@ -111,15 +114,25 @@ def load_sharded(
 
 
 def load_on_ranks(
-    folder: Path, group: TpGroup, workers: Workers, *, dtype: torch.dtype
+    folder: Path,
+    group: TpGroup,
+    workers: Workers,
+    *,
+    dtype: torch.dtype,
+    families: Families | None = None,
 ) -> LoadedCheckpoint:
     """A checkpoint onto ranks that have joined the group; they release the one before it."""
-    workers.send(encode(Load(folder, dtype)))
-    spec = load_spec(folder)
+    workers.send(encode(Load(folder, dtype, None if families is None else families.folder)))
+    spec = load_spec(folder, families)
     blocks = grid_blocks(spec, group)
     # A failure of a worker is reported before this rank has read its shard.
     checkpoint = load_checkpoint(
-        folder, device=group.device, dtype=dtype, blocks=blocks, on_tensor=workers.check
+        folder,
+        device=group.device,
+        dtype=dtype,
+        families=families,
+        blocks=blocks,
+        on_tensor=workers.check,
     )
     workers.wait_for_replies()
     local = grid_transformer(checkpoint.transformer, group)

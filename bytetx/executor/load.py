@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bytetx.arguments import check_group_timeout, check_positive
+from bytetx.checkpoint.families import Families
 from bytetx.checkpoint.router import read_router
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
@@ -37,19 +38,26 @@ def load_ranks(
     group_timeout: float,
     grid: str | Grid | None = None,
     batch_invariant: bool = False,
+    families: Families | None = None,
 ) -> LoadedCheckpoint:
     """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
     check_group_timeout(group_timeout)
     if grid == "auto":
         if isinstance(tp, int) and tp != 1:
             raise OptionError(f"grid auto chooses from all GPUs, and tp is {tp}; leave out one")
-        axes = _planned_grid(folder, tp, device=device, dtype=dtype)
+        axes = _planned_grid(folder, tp, device=device, dtype=dtype, families=families)
     else:
         axes = _grid(tp, grid)
     if isinstance(tp, int) and axes is not None:
         tp = axes.size
     if tp == 1:
-        return load_checkpoint(folder, device=device, dtype=dtype, batch_invariant=batch_invariant)
+        return load_checkpoint(
+            folder,
+            device=device,
+            dtype=dtype,
+            batch_invariant=batch_invariant,
+            families=families,
+        )
     if batch_invariant:
         raise OptionError(
             "batch_invariant runs in one process, for sums over ranks are taken in an order that "
@@ -76,6 +84,7 @@ def load_ranks(
         token_budget=budget_of,
         group_timeout=float(group_timeout),
         grid=axes,
+        families=families,
     )
 
 
@@ -96,6 +105,7 @@ def _planned_grid(
     *,
     device: str | torch.device,
     dtype: str | torch.dtype,
+    families: Families | None,
 ) -> Grid | None:
     """The grid that the planner finds fastest for all GPUs of this machine; None for one device.
 
@@ -113,7 +123,7 @@ def _planned_grid(
             f"grid auto knows {', '.join(_MACHINES)} and this is {name}; measure it with "
             "`bytetx plan --calibrate FILE`, and give the grid that `bytetx plan` then names"
         )
-    spec = load_spec(folder)
+    spec = load_spec(folder, families)
     if spec.experts is not None:
         raise OptionError(
             f"grid auto knows dense layers, and {spec.family} has experts; give tp={size} or a "

@@ -40,10 +40,14 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load this rank's shard of a checkpoint, and reply when it is there."""
+    """Load this rank's shard of a checkpoint, and reply when it is there.
+
+    families: the folder of the caller's own families.
+    """
 
     folder: Path
     dtype: torch.dtype
+    families: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +229,20 @@ def _read_join(data: bytes) -> Join:
 
 
 def _write_load(message: Load) -> bytes:
-    return _write_json(Load, [_DTYPES[message.dtype], os.fsencode(message.folder).hex()])
+    families = None if message.families is None else os.fsencode(message.families).hex()
+    folder = os.fsencode(message.folder).hex()
+    return _write_json(Load, [_DTYPES[message.dtype], folder, families])
 
 
 def _read_load(data: bytes) -> Load:
-    dtype, folder = json.loads(data[1:])
+    dtype, folder, families = json.loads(data[1:])
     known = {name: dtype for dtype, name in _DTYPES.items()}
-    return Load(Path(os.fsdecode(bytes.fromhex(folder))), known[dtype])
+    own = None if families is None else _path(families)
+    return Load(_path(folder), known[dtype], own)
+
+
+def _path(name: str) -> Path:
+    return Path(os.fsdecode(bytes.fromhex(name)))
 
 
 def _write_json(kind: type, items: list[Any]) -> bytes:

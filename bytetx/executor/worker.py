@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from bytetx.checkpoint.families import read_families
 from bytetx.errors import GroupError
 from bytetx.executor.control import LeaderConnection
 from bytetx.executor.decode_worker import DecodeRunner
@@ -176,12 +177,14 @@ class _Worker:
     def _load(self, message: Load) -> None:
         self._dtype = message.dtype
         self._decoders.clear()
-        blocks = grid_blocks(load_spec(message.folder), self._group)
+        families = read_families(message.families)
+        blocks = grid_blocks(load_spec(message.folder, families), self._group)
         local, self._heads = load_shard(
             message.folder,
             blocks,
             dtype=message.dtype,
             device=self._group.device,
+            families=families,
             on_tensor=self._leader.step,
         )
         self._leader.reply()

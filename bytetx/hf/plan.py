@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from bytetx.checkpoint.config import Values
-from bytetx.checkpoint.family import families
 from bytetx.checkpoint.layer_spec import LINEARS
 from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec, build_module_spec
@@ -346,7 +345,7 @@ def _is_foreign_hook(hook: object) -> bool:
 def _activation_of(config: "PreTrainedConfig", spec: ModelSpec) -> type[nn.Module]:
     from transformers.activations import ACT2FN
 
-    values = Values(config.to_dict(), families()[spec.family])
+    values = Values(config.to_dict(), spec.family_table)
     return type(ACT2FN[values.activation_name(values.activation_key)])
 
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from torch import nn
 
-from bytetx.checkpoint.family import families
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError, CheckpointError, InputError, shown
 from bytetx.hf.causal import (
@@ -163,7 +162,7 @@ def _of_own_code(model: nn.Module) -> str | None:
         if isinstance(module, PreTrainedModel) and kind.__module__.startswith(_CODE_OF_FILES):
             try:
                 spec = build_spec(module.config.to_dict())
-                names = families()[spec.family]["names"]
+                names = spec.family_table["names"]
                 advice = f"bytetx.load(path) runs {names} from the checkpoint's folder"
             except CheckpointError:
                 advice = "load it without trust_remote_code, if transformers has a class for it"

@@ -13,7 +13,8 @@ import torch
 
 from bytetx.arguments import DTYPE_ALIASES
 from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
-from bytetx.checkpoint.files import load_config
+from bytetx.checkpoint.families import Families, read_families
+from bytetx.checkpoint.files import load_config, refuse_own_code
 from bytetx.checkpoint.generation_config import GenerationDefaults, read_generation_config
 from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.router import RouterSpec, read_router
@@ -94,6 +95,7 @@ class LoadedCheckpoint:
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
     the whole model where ranks share it.  batch_invariant: see nn/batch_invariance.py.
+    families: the folder of the caller's own families.
     """
 
     folder: Path
@@ -118,6 +120,7 @@ class LoadedCheckpoint:
     routes: Mapping[str, "LoadedCheckpoint"] = field(default_factory=dict)
     static_weights: np.ndarray | None = None
     batch_invariant: bool = False
+    families: Path | None = None
     generation: GenerationDefaults = GenerationDefaults()
     executor: Executor = field(default_factory=Executor)
 
@@ -128,14 +131,17 @@ def load_checkpoint(
     device: str | torch.device,
     dtype: str | torch.dtype,
     batch_invariant: bool = False,
+    families: Families | None = None,
     blocks: Blocks | None = None,
     on_tensor: Callable[[], None] | None = None,
 ) -> LoadedCheckpoint:
     """Reads a checkpoint onto a device; "auto" as in bytetx.load. Raises CheckpointError.
 
+    families: None are those of models/.
     blocks: of a rank of a group; only its shard is read.  on_tensor: called before each tensor is
     read.
     """
+    families = families or read_families()
     router = read_router(folder)
     if router is None:
         sentence = load_sentence_spec(folder)
@@ -145,6 +151,7 @@ def load_checkpoint(
             device=device,
             dtype=dtype,
             batch_invariant=batch_invariant,
+            families=families,
             blocks=blocks,
             on_tensor=on_tensor,
         )
@@ -155,7 +162,12 @@ def load_checkpoint(
         place = sentence.adapter or sentence.folder
         if sentence.static is None and place not in loaded:
             loaded[place] = _load(
-                folder, sentence, device=device, dtype=dtype, batch_invariant=batch_invariant
+                folder,
+                sentence,
+                device=device,
+                dtype=dtype,
+                batch_invariant=batch_invariant,
+                families=families,
             )
     if not loaded:
         raise CheckpointError(f"{router.path}: no route has a Transformer module")
@@ -211,12 +223,12 @@ def _load(
     device: str | torch.device,
     dtype: str | torch.dtype,
     batch_invariant: bool,
+    families: Families,
     blocks: Blocks | None = None,
     on_tensor: Callable[[], None] | None = None,
 ) -> LoadedCheckpoint:
     device = resolve_device(device)
-    config = load_config(sentence.folder)
-    spec = build_spec(config)
+    config, spec = _read_spec(sentence, families)
     weights = _open_weights(sentence, spec, on_tensor=on_tensor)
     quantization = wanted_quantization(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=_preferred_dtype(spec, weights.dtype))
@@ -271,7 +283,17 @@ def _load(
         token_modules=token_modules,
         tasks=tasks,
         batch_invariant=batch_invariant,
+        families=families.folder,
     )
+
+
+def _read_spec(
+    sentence: SentenceSpec, families: Families | None
+) -> tuple[dict[str, Any], ModelSpec]:
+    """(config.json, spec) of the transformer, of an adapter's base model where there is one."""
+    families, config = families or read_families(), load_config(sentence.folder)
+    refuse_own_code(sentence.folder, config, families)
+    return config, build_spec(config, families)
 
 
 def _load_sentence_parts(
@@ -408,9 +430,12 @@ def default_token_budget(spec: ModelSpec, device: torch.device) -> int:
     return min(max(tokens_each * torch.get_num_threads(), 1024), 8192)
 
 
-def load_spec(folder: Path) -> ModelSpec:
-    """The spec of a checkpoint's config.json. Raises CheckpointError."""
-    return build_spec(load_config(load_sentence_spec(folder).folder))
+def load_spec(folder: Path, families: Families | None = None) -> ModelSpec:
+    """The spec of a checkpoint's config.json. families: None are those of models/.
+
+    Raises CheckpointError.
+    """
+    return _read_spec(load_sentence_spec(folder), families)[1]
 
 
 def saved_dtype(folder: Path, spec: ModelSpec) -> torch.dtype:
@@ -428,14 +453,15 @@ def load_shard(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    families: Families | None = None,
     on_tensor: Callable[[], None] | None = None,
 ) -> tuple[Transformer, Heads]:
     """What a rank of a group computes with, and nothing else of a checkpoint.
 
-    on_tensor: called before each tensor is read.
+    families: None are those of models/.  on_tensor: called before each tensor is read.
     """
     sentence = load_sentence_spec(folder)
-    spec = build_spec(load_config(sentence.folder))
+    _, spec = _read_spec(sentence, families)
     return _load_model(
         spec,
         _open_weights(sentence, spec, on_tensor=on_tensor),

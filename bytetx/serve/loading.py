@@ -32,6 +32,7 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         tp=settings.tp,
         token_budget=settings.max_batch_tokens,
         generation_config=settings.generation_config,
+        families=settings.families,
         revision=settings.revision,
         local_files_only=settings.local_files_only,
     )

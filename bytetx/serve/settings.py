@@ -52,6 +52,7 @@ class ServeSettings:
     accepts_any_name: bool = False
     generation_config: str = "auto"
     ignores_unknown_fields: bool = False
+    families: str | None = None
     pooling: str | None = None
     default_prompt: str | None = None
     default_prompt_name: str | None = None

@@ -20,6 +20,7 @@ from bytetx.cli.files.records import RankRequest, Record, RecordError, Shape, So
 from bytetx.cli.files.resume import (
     SIDE_FILES,
     Progress,
+    families_identity,
     model_identity,
     side_files_identity,
     skip_done,
@@ -307,6 +308,7 @@ def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]
         # Only where it is given, so that jobs of before can be resumed.
         **({} if options.grid is None else {"grid": options.grid}),
         **({"batch_invariant": True} if options.batch_invariant else {}),
+        **({} if options.families is None else {"families": families_identity(options.families)}),
         **task.options,
     }
 
@@ -329,6 +331,7 @@ def _load(options: JobOptions, folder: Path, task: Task) -> Any:
             token_budget=options.token_budget,
             group_timeout=options.group_timeout,
             batch_invariant=options.batch_invariant,
+            families=options.families,
             **task.load_options,
         )
     except StepError:

@@ -21,6 +21,10 @@ GENERATION_CONFIG_HELP = (
     "Where generation starts for what is not given: the checkpoint's generation_config.json; vllm "
     "takes its end-of-text tokens alone, none nothing; or the path of such a file."
 )
+FAMILIES_HELP = (
+    "Folder of TOML files as models/ has them, whose families are added, and used in place of "
+    "bytetx's own of the same model_type."
+)
 
 _MODEL, _RUN, _OUTPUT = "Model", "Input and run", "Output"
 
@@ -99,6 +103,10 @@ class JobOptions:
             rich_help_panel=_MODEL,
         ),
     ] = DEFAULT_LIMIT_S
+    families: Annotated[
+        str | None,
+        typer.Option(help=FAMILIES_HELP, rich_help_panel=_MODEL, show_default=False),
+    ] = None
     batch_invariant: Annotated[
         bool,
         typer.Option(

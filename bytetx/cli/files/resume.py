@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bytetx.checkpoint.families import check_families
 from bytetx.checkpoint.sentence_files import TRANSFORMER_FILES
 from bytetx.checkpoint.tokenizer_files import TOKENIZER_FILES
 from bytetx.cli.files.records import RankRequest, Record, RecordError
@@ -179,6 +180,16 @@ def model_identity(folder: Path) -> str:
             digest.update(file.read(_SAMPLE_BYTES))
             file.seek(max(0, size_bytes - _SAMPLE_BYTES))
             digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def families_identity(folder: str) -> str:
+    """A digest of the caller's own families. Raises OptionError as bytetx.load does."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(check_families(folder).glob("*.toml")):
+        content = path.read_bytes() if path.is_file() else b""
+        digest.update(f"{path.name} {len(content)}".encode())
+        digest.update(content)
     return digest.hexdigest()
 
 

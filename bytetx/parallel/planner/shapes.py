@@ -91,11 +91,19 @@ def shape_of(model: "ModelShape | ModelSpec | str | Path") -> ModelShape:
             f"model must be a checkpoint's folder or one of {', '.join(SHAPES)}, got {str(model)!r}"
         )
     # Imported here, for they import the hub's client.
-    from bytetx.checkpoint.files import adapter_base, load_config, transformer_folder
+    from bytetx.checkpoint.families import read_families
+    from bytetx.checkpoint.files import (
+        adapter_base,
+        load_config,
+        refuse_own_code,
+        transformer_folder,
+    )
 
     own = transformer_folder(folder)
     base = adapter_base(own)
-    config = load_config(own if base is None else transformer_folder(base))
+    place = own if base is None else transformer_folder(base)
+    config = load_config(place)
+    refuse_own_code(place, config, read_families())
     return _shape_of_spec(build_spec(config), name=folder.name)
 
 
