@@ -332,32 +332,31 @@ async def parse(exchange: Exchange, model: type[M], body: bytes | None = None) -
 
     body: None is the exchange's.
     """
-    given = exchange.body_bytes if body is None else body
+    given, site = exchange.body_bytes if body is None else body, exchange.site
+    refuses = model.refuses_unknown and not site.settings.ignores_unknown_fields
+
+    def read() -> tuple[M, str, int]:
+        """(the body, its first unknown field, how many there are)."""
+        made, first, count = model.model_validate_json(given), "", 0
+        for name, table in unknown_fields(made):
+            if refuses:
+                raise refusal(name, table)
+            first, count = first or name, count + 1
+        return made, first, count
+
     try:
-        if len(given) <= MAX_INLINE_BYTES:
-            read = model.model_validate_json(given)
-        else:
-            read = await exchange.site.in_thread(lambda: model.model_validate_json(given))
+        is_short = len(given) <= MAX_INLINE_BYTES
+        made, unknown, num_unknown = read() if is_short else await site.in_thread(read)
     except ValidationError as error:
         raise _validation_error(error, model) from None
-    _check_fields(exchange, read)
-    return read
-
-
-def _check_fields(exchange: Exchange, body: Fields) -> None:
-    """Raises ServeError for a field that is refused; notes those that are passed over."""
-    site, kind = exchange.site, type(body)
-    refuses = kind.refuses_unknown and not site.settings.ignores_unknown_fields
-    for name, table in unknown_fields(body):
-        if refuses:
-            raise refusal(name, table)
-        exchange.num_ignored_fields += 1
-        if site.is_first(("ignored", exchange.route)):
-            logger.warning(
-                "%s %s: the field %s is not known and is passed over, as others will be; "
-                "bytetx_ignored_fields_total counts them",
-                *(exchange.request_id, exchange.route, shown(name)),
-            )
+    exchange.num_ignored_fields += num_unknown
+    if num_unknown and site.is_first(("ignored", exchange.route)):
+        logger.warning(
+            "%s %s: the field %s is not known and is passed over, as others will be; "
+            "bytetx_ignored_fields_total counts them",
+            *(exchange.request_id, exchange.route, shown(unknown)),
+        )
+    return made
 
 
 def _validation_error(error: ValidationError, kind: type[Fields]) -> ServeError:

@@ -59,8 +59,8 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
     ],
     "/rerank": _pairs("texts", model="reranker"),
     "/similarity": lambda text: [
-        {"inputs": {"source_sentence": text, "sentences": ["a"] * 32}},
-        {"inputs": {"source_sentence": "a", "sentences": _split(text)}},
+        {"inputs": {"source_sentence": text, "sentences": ["a"] * 31}},
+        {"inputs": {"source_sentence": "a", "sentences": _split(text, 31)}},
     ],
     "/tokenize": lambda text: [
         *_one_and_many("inputs")(text),
@@ -68,7 +68,17 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
     ],
     "/decode": lambda text: [*_ids(text), {"ids": [5] * 16_000}],
     "/": _one_and_many("inputs"),
-    "/v1/embeddings": _one_and_many("input", model="embedder"),
+    "/invocations": _one_and_many("inputs"),
+    "/vertex": lambda text: [
+        {"instances": [{"inputs": text}]},
+        {"instances": [{"inputs": part} for part in _split(text)]},
+        {"instances": [{}] * (len(text) // 4)},
+    ],
+    "/embeddings": _one_and_many("input", model="embedder"),
+    "/v1/embeddings": lambda text: [
+        *_one_and_many("input", model="embedder")(text),
+        {"input": "a", "model": "embedder"} | {f"{i:x}": 1 for i in range(len(text) // 11)},
+    ],
     "/v1/rerank": _pairs("documents", model="reranker"),
     "/v2/rerank": _pairs("documents", model="reranker"),
     "/v1/completions": lambda text: [
