@@ -21,7 +21,7 @@ def why_no_bf16_linear() -> str | None:
 
 
 def bf16_linear_isa() -> str | None:
-    """The instruction set that bf16_linear runs with here; None where it cannot."""
+    """The instruction set that bf16_linear runs with here, for people; None where it cannot."""
     isa = native.kernel("bf16_linear_isa", _CPU)
     return None if isa is None else isa()
 

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.bf16_linear import (
-    bf16_linear,
-    bf16_linear_isa,
-    pack_bf16_weight,
-    why_no_bf16_linear,
-)
+from bytetx.ops.bf16_linear import bf16_linear, pack_bf16_weight, why_no_bf16_linear
 from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
 from bytetx.ops.int8_linear import Int8Weight, prepare_int8_linear, run_int8_linear
 from bytetx.ops.linear_plan import (
@@ -323,7 +318,7 @@ def _runs_bf16_kernel(batch_invariant: bool) -> bool:
     """
     if why_no_bf16_linear() is not None:
         return False
-    if not has_cpu_bf16() or bf16_linear_isa() != "avx512_bf16":
+    if not has_cpu_bf16() or not torch.cpu._is_avx512_bf16_supported():
         return True
     return batch_invariant and _has_amx()
 

@@ -15,11 +15,6 @@
 namespace bytetx {
 
 namespace cpu {
-#if defined(BYTETX_HAS_AVX512BF16)
-namespace avx512_bf16 {
-extern const Bf16Kernel kBf16Kernel;
-}
-#endif
 #if defined(BYTETX_HAS_AVX512)
 namespace avx512 {
 extern const Bf16Kernel kBf16Kernel;
@@ -40,28 +35,27 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t slot_words(int64_t k) { return kBf16Rows * row_words(k) + panel_words(k); }
 
-// isa: resolved. Null where there is none.
-const Bf16Kernel* find_kernel(Isa isa) {
-#if defined(BYTETX_HAS_AVX512BF16)
-    if (isa >= Isa::avx512_bf16) return &avx512_bf16::kBf16Kernel;
-#endif
+struct NamedKernel {
+    const Bf16Kernel* kernel;
+    const char* name;  // of its instruction set; null where there is none
+};
+
+// isa: resolved.
+NamedKernel find_kernel(Isa isa) {
 #if defined(BYTETX_HAS_AVX512)
-    if (isa >= Isa::avx512) return &avx512::kBf16Kernel;
+    if (isa >= Isa::avx512) return {&avx512::kBf16Kernel, "AVX-512"};
 #endif
 #if defined(BYTETX_HAS_AVX2)
-    if (isa >= Isa::avx2) return &avx2::kBf16Kernel;
+    if (isa >= Isa::avx2) return {&avx2::kBf16Kernel, "AVX2"};
 #endif
     static_cast<void>(isa);
-    return nullptr;
+    return {nullptr, nullptr};
 }
 
 }  // namespace
 }  // namespace cpu
 
-const char* bf16_linear_isa() {
-    const Isa isa = cpu::best_isa();
-    return cpu::find_kernel(isa) == nullptr ? nullptr : cpu::isa_name(isa);
-}
+const char* bf16_linear_isa() { return cpu::find_kernel(cpu::best_isa()).name; }
 
 int64_t bf16_linear_workspace_bytes(int64_t k, int num_threads) {
     return std::max(num_threads, 1) * cpu::slot_words(k) * int64_t{sizeof(float)};
@@ -69,7 +63,7 @@ int64_t bf16_linear_workspace_bytes(int64_t k, int num_threads) {
 
 void bf16_linear(const Bf16LinearParams& p, const Launch& launch) {
     using namespace cpu;
-    const Bf16Kernel* kernel = find_kernel(resolve_isa(launch.isa));
+    const Bf16Kernel* kernel = find_kernel(resolve_isa(launch.isa)).kernel;
     if (kernel == nullptr) throw std::runtime_error("bf16_linear needs AVX2");
     if (p.workspace_bytes < bf16_linear_workspace_bytes(p.k, launch.num_threads)) {
         throw std::invalid_argument("bf16_linear: the workspace is too small");

@@ -14,7 +14,7 @@ constexpr int64_t kCacheLineWords = 16;
 
 inline int64_t feature_pairs(int64_t k) { return (k + 1) / 2; }
 
-// 32-bit words of a row of x as kernels read it, f32 or pairs of bf16, and of a panel.
+// 32-bit words of a row of x, in f32, and of a panel.
 inline int64_t row_words(int64_t k) {
     return (2 * feature_pairs(k) + kCacheLineWords - 1) / kCacheLineWords * kCacheLineWords;
 }
