@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="random lists of lengths that attention is tested on (10000 take a minute on an H200)",
     )
+    parser.addoption(
+        "--real-cache",
+        default="~/.cache/bytetx/real",
+        metavar="FOLDER",
+        help="where `-m real` keeps downloaded packages and checkpoints of them (about 4 GB)",
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -38,8 +45,16 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1, 8)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs more GPUs than there are; torch is asked only when a test needs one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out `real` unless -m names it, and skips what needs more GPUs than there are.
+
+    torch is asked only when a test needs a GPU.
+    """
+    if "real" not in re.findall(r"\w+", config.option.markexpr):
+        deselected = [item for item in items if item.get_closest_marker("real") is not None]
+        items[:] = [item for item in items if item.get_closest_marker("real") is None]
+        if deselected:
+            config.hook.pytest_deselected(items=deselected)
     needs = {item: needed for item in items if (needed := gpus_needed(item))}
     if not needs:
         return
