@@ -47,7 +47,7 @@ _EMBED_OPTIONS = {
 _CUT_OR_JOINED = {"task", "overflow", "stride", "precision", "ranges"}
 
 
-_COUNTS = ("num_done", "num_failed", "num_dropped", "num_refused", "total_tokens")
+_COUNTS: tuple[str, ...] = ("num_done", "num_failed", "num_dropped", "num_refused", "total_tokens")
 _COUNTS += ("padded_tokens", "num_steps", "num_draft_tokens", "num_accepted_tokens")
 
 

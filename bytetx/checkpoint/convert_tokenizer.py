@@ -212,7 +212,8 @@ def _check_class(folder: Path, converted: Any, files: list[str], unread: set[str
 
 def _parameters(kind: type) -> list[str]:
     """Names of the arguments that a class's own constructor takes."""
-    return list(inspect.signature(kind.__init__).parameters) if "__init__" in vars(kind) else []
+    own = vars(kind).get("__init__")
+    return [] if own is None else list(inspect.signature(own).parameters)
 
 
 def _sentencepiece_hint(files: list[str]) -> str:

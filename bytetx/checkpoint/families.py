@@ -152,15 +152,18 @@ def _twice(model_type: str, group: Iterable[Family], family: Family) -> str:
     return f"model_type {model_type} is in {', '.join(paths)}; only one of them may have it"
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    """The names of a list of them, none of anything else."""
+    return tuple(value) if is_names(value) else ()
+
+
 def _read_family(path: Path) -> Family:
     content: dict[str, Any] = {}
     try:
         content = parse_family(path)
         table = checked_family(path, content)
     except CheckpointError as error:
-        types, marker = content.get("model_types"), content.get("marker", [])
-        claimed = tuple(types) if is_names(types) else ()
-        served = tuple(marker) if is_names(marker) else ()
+        claimed, served = _names(content.get("model_types")), _names(content.get("marker", []))
         return Family(path.stem, named_file(path), claimed, served, error=str(error))
     types, marker = table["model_types"], table.get("marker", ())
     return Family(path.stem, named_file(path), tuple(types), tuple(marker), table)

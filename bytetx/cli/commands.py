@@ -82,9 +82,10 @@ RawScores = Annotated[
 ]
 
 
-def _checkpoints(otherwise: str, text: str, **limits: int) -> Any:
+def _checkpoints(otherwise: str, text: str, *, min: int | None = None) -> Any:
     """An option whose default is the checkpoint's own, else `otherwise`."""
-    return typer.Option(help=f"{text} [default: the checkpoint's, else {otherwise}]", **limits)
+    text = f"{text} [default: the checkpoint's, else {otherwise}]"
+    return typer.Option(help=text, min=min)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -58,7 +58,7 @@ def selects_pads(given: Mapping[str, Any]) -> bool:
 def kept_tokens(given: Mapping[str, Any]) -> torch.Tensor | None:
     """is_token_of the positions that logits_to_keep selects."""
     is_token, keep = is_token_of(given), given.get("logits_to_keep")
-    if is_token is None or is_token.dim() != 2 or selects_all(keep):
+    if is_token is None or is_token.dim() != 2 or keep is None or selects_all(keep):
         return is_token
     if isinstance(keep, torch.Tensor):
         keep = keep.to(is_token.device)

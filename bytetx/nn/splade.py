@@ -111,7 +111,8 @@ def splade(
         rows = torch.cat(waiting) if waiting else torch.zeros((0, vocab_size), device=device)
         done.append(_compress(rows, max_active_dims))
     columns = done[0] if len(done) == 1 else map(torch.cat, zip(*done, strict=True))
-    return SparseRows(*columns, torch.cat(extremes))
+    indices, values, counts = columns
+    return SparseRows(indices, values, counts, torch.cat(extremes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -444,7 +444,7 @@ def pool(
 
 def normalize_rows(x: Tensor) -> Tensor:
     """x / max(its l2 norm, 1e-12), row by row; NaN, not 0, where the norm overflows."""
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-12)
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-12)
     return x / norms.masked_fill_(norms.isinf(), torch.nan)
 
 
