@@ -344,7 +344,7 @@ SCENARIOS = (
 
 def run_scenario(name: str, task: str, suffix: str, folder: str, every: str = "1") -> None:
     job.COMMIT_ROWS = 4
-    command._load = lambda options, folder: FakeModel()
+    command._load = lambda options, folder, task: FakeModel()
     jobs = Jobs(task, suffix, Path(folder), int(every))
     jobs.prepare()
     run = {scenario.__name__: scenario for scenario in SCENARIOS}[name]
