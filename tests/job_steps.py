@@ -31,6 +31,8 @@ BUSY = "is being written by another bytetx"
 class FakeModel:
     """Its vectors and answers are made of the text's letters; "bad" cannot be run."""
 
+    checkpoint = SimpleNamespace(generation="defaults")
+
     def embed(self, texts: Sequence[str], **options: object) -> Any:
         if options.get("stream"):
             return FakeStream(texts, lambda text: np.full(3, 1 + len(text), np.float32))
