@@ -492,9 +492,10 @@ def weight_files(folder: Path, spec: ModelSpec) -> list[Path]:
         )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing or not names:
+        more = f" and {len(missing) - 12:,} more" if len(missing) > 12 else ""
         raise CheckpointError(
-            f"{folder / _INDEX} names {len(missing)} files that are not there: "
-            f"{', '.join(missing[:12]) or 'none'}"
+            f"{folder / _INDEX} names files that are not there: "
+            f"{', '.join(missing[:12]) or 'none'}{more}"
         )
     return [folder / name for name in names]
 

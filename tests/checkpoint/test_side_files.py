@@ -146,7 +146,7 @@ def test_files_that_are_none_or_too_large(tmp_path: Path) -> None:
         read_json(tmp_path / "config.json")
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(CheckpointError, match="has more than 64 MiB"):
+    with pytest.raises(CheckpointError, match="has more than 16 MiB"):
         read_json(tmp_path / "large.json")
     with pytest.raises(CheckpointError, match="has more than 0 MiB"):
         read_bytes(tmp_path / "large.json", max_bytes=9)

@@ -121,7 +121,7 @@ def test_auto_is_the_plan_of_all_gpus(llama: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(executor_load, "resolve_device", lambda device: torch.device("cuda", 0))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        return executor_load._planned_grid(llama, 1, device="auto", dtype="auto")
+        return executor_load._planned_grid(llama, 1, device="auto", dtype="auto", families=None)
 
     assert planned(1, "NVIDIA H200") is None
     half = load_spec(llama).max_positions // 2  # texts, and as many tokens of answers
