@@ -120,7 +120,7 @@ def test_errors_arrive_as_those_of_one_server(cluster: Cluster) -> None:
     assert status == 404 and b"there is: embedder, writer" in body
     long = {"inputs": "the " * 200, "truncate": False, "model": "embedder"}
     status, headers, body = cluster.post("/embed", long)
-    assert status == 422 and json.loads(body)["error_type"] == "validation"
+    assert status == 413 and json.loads(body)["error_type"] == "validation"
     assert b"tokens" in body and "x-request-id" in {name.lower() for name in headers}
 
 
