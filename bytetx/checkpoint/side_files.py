@@ -181,7 +181,7 @@ def _parse(path: Path, max_bytes: int) -> Any:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if _is_deeper(content, _MAX_DEPTH):
+    if is_deeper(content, _MAX_DEPTH):
         raise CheckpointError(
             f"{path} cannot be read as JSON: it nests deeper than {_MAX_DEPTH} levels"
         )
@@ -202,7 +202,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _is_deeper(content: Any, depth: int) -> bool:
+def is_deeper(content: object, depth: int) -> bool:
+    """Whether lists and objects are nested beyond `depth` levels in a value."""
     level = [content]
     for _ in range(depth + 1):
         level = [

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bytetx.checkpoint.side_files import is_deeper
 from bytetx.errors import InputError
 
 # Of lists and objects within each other in a value; Python's own stack ends beyond some hundreds.
@@ -147,17 +148,7 @@ def shorten(text: str) -> str:
 
 def is_too_deep(value: object) -> bool:
     """Whether lists and objects are nested beyond MAX_LEVELS in a value."""
-    level = [value]
-    for _ in range(MAX_LEVELS + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, list | dict)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return True
+    return is_deeper(value, MAX_LEVELS)
 
 
 def json_name(value: Any) -> str:
