@@ -294,7 +294,7 @@ def test_an_index_of_very_many_shards(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     for count, message in (
         (100_000, "names 100,000 files, more than 4,096"),
-        (4000, "names 4000 "),
+        (4000, "names files that are not there: .* and 3,988 more"),
     ):
         weight_map = {f"t{i}": f"model-{i}.safetensors" for i in range(count)}
         path = folder / "model.safetensors.index.json"
