@@ -20,7 +20,7 @@ BEGIN, END = "<!-- picture: begin -->", "<!-- picture: end -->"
 # root of bytetx/ that make the public interface.
 ROWS = (
     ("cli",),
-    ("bench", "hf", "integrations", "serve"),
+    ("hf", "integrations", "serve"),
     ("api",),
     ("tasks",),
     ("requests",),
@@ -37,7 +37,6 @@ ROWS = (
 BASE = ("arguments", "buckets", "errors", "packed", "sampling_params")
 _MEANINGS = {
     "cli": "cli<br/>commands, files",
-    "bench": "bench<br/>suites, rivals, records",
     "hf": "hf<br/>wrap, unwrap",
     "serve": "serve<br/>HTTP server",
     "integrations": "integrations<br/>LangChain, LlamaIndex, Haystack",

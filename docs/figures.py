@@ -35,8 +35,8 @@ from functools import cache
 from pathlib import Path
 from statistics import geometric_mean, mean
 
-from bytetx.bench.markdown import Row, cpu_table, gpu_table, ratio_words
-from bytetx.bench.records import Record, read_records
+from benchmarks.markdown import Row, cpu_table, gpu_table, ratio_words
+from benchmarks.records import Record, read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"

@@ -1,6 +1,6 @@
 """One record of a suite."""
 
-from bytetx.bench.records import Record
+from benchmarks.records import Record
 
 RECORD = Record(
     suite="cpu",
@@ -14,6 +14,6 @@ RECORD = Record(
     shape={"sequences": 256, "tokens": 23040},
     source="0" * 64,
     date="2026-01-31T12:00:00Z",
-    command="bytetx bench cpu",
+    command="python -m benchmarks cpu",
     versions={"torch": "2.13.0"},
 )

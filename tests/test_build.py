@@ -6,12 +6,13 @@ import os
 import pty
 import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from setuptools import Distribution
+from setuptools import Distribution, find_packages
 
 from bytetx.ops import native
 from bytetx.ops.backend_report import OPS, backend_report
@@ -296,3 +297,12 @@ def test_registered_op_passes_opcheck() -> None:
     op = getattr(torch.ops.bytetx, name).default
     torch.library.opcheck(op, (torch.ones(3), 2.0))
     assert torch.equal(op(torch.ones(3), 2.0), torch.full((3,), 2.0))
+
+
+def test_wheels_hold_the_package_alone() -> None:
+    """benchmarks/ and tests/ are of the repository."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    include = settings["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = find_packages(str(ROOT), include=include)
+    assert "bytetx.cli" in packages
+    assert {name.partition(".")[0] for name in packages} == {"bytetx"}

@@ -10,7 +10,7 @@ import pytest
 import typer
 from paths import ROOT
 
-from bytetx.bench.cli import app as bench_app
+from benchmarks.cli import app as benchmarks_app
 from bytetx.cli.commands import app
 
 PAGES = [ROOT / "README.md", ROOT / "Dockerfile", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,20 +24,21 @@ def options(command: click.Command) -> Iterator[str]:
         yield from options(inner)
 
 
-KNOWN = {*options(typer.main.get_command(app)), *options(typer.main.get_command(bench_app))}
+KNOWN = {*options(typer.main.get_command(app)), *options(typer.main.get_command(benchmarks_app))}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_pages_name_only_options_that_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     code = re.findall(r"`([^`\n]+)`", text)  # in sentences
-    code += re.findall(r"^ *(.*bytetx \w.*)$", text, re.MULTILINE)  # in blocks
+    code += re.findall(r"^ *(.*(?:bytetx|-m benchmarks) \w.*)$", text, re.MULTILINE)  # in blocks
     lines = [line.split("# ")[0] for line in code]
     named = {
         option
         for line in lines
-        if line.startswith("--") or re.match(r"(bytetx|torchrun .*-m bytetx)\b", line)
-        for option in _OPTION.findall(line[line.find("bytetx") :] if "bytetx" in line else line)
+        if line.startswith("--")
+        or re.match(r"(bytetx|torchrun .*-m bytetx|python -m benchmarks)\b", line)
+        for option in _OPTION.findall(re.sub(r"^.*?(?=bytetx|-m benchmarks)", "", line))
     }
     # Named because they are not there: TEI's own.
     named -= {"--max-batch-requests", "--dense-path", "--hf-token", "--trust-remote-code"}

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT, load_script
 
-from bytetx.bench.cli import app
+import benchmarks.cli
+import bytetx.cli.bench
 
 figures = load_script("figures")
 _PAGES = ["README.md", "CHANGELOG.md", "csrc/README.md", "benchmarks/README.md", "models/README.md"]
@@ -59,9 +60,13 @@ def test_a_dead_link_or_anchor_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_bench_command_exists(page: Path) -> None:
-    found = set(re.findall(r"bytetx bench ([a-z]\w*)", page.read_text(encoding="utf-8")))
-    known = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert found - known == set()
+    text = page.read_text(encoding="utf-8")
+    for app, pattern in (
+        (benchmarks.cli.app, r"python -m benchmarks ([a-z]\w*)"),
+        (bytetx.cli.bench.app, r"bytetx bench ([a-z]\w*)"),
+    ):
+        known = {command.name or command.callback.__name__ for command in app.registered_commands}
+        assert set(re.findall(pattern, text)) - known == set()
 
 
 def test_the_readme_is_short() -> None:

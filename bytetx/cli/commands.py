@@ -13,7 +13,7 @@ from rich.text import Text
 
 from bytetx import __version__
 from bytetx.arguments import MAX_DRAFT
-from bytetx.bench.cli import app as bench_app
+from bytetx.cli.bench import app as bench_app
 from bytetx.cli.files.options import (
     DTYPE_HELP,
     FAMILIES_HELP,
@@ -119,7 +119,7 @@ def _torchrun(arguments: Sequence[str]) -> Iterator["TorchrunLeader | None"]:
     ranks connect to processes of the same user on this machine only. Every other rank is a worker
     until the leader closes, and exits here.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or arguments[:1] == ["bench"]:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield None
         return
     from bytetx.executor.torchrun import TorchrunLeader, torchrun_rank

@@ -62,7 +62,7 @@ def plan(
         _print_lists()
         return
     if calibrate is not None:
-        from bytetx.bench.calibrate import calibrate_to_file  # it imports torch
+        from bytetx.cli.calibrate import calibrate_to_file  # it imports torch
 
         print(calibrate_to_file(Path(calibrate), ranks=ranks))
         return

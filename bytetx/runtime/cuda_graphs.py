@@ -199,3 +199,16 @@ class GraphCache:
             key, oldest = self._graphs.popitem(last=False)
             self._seen.discard(key)  # so that it is not captured again at once
             output_bytes -= oldest.output_bytes
+
+
+def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Return the run's kernels as a graph, after a first run that sets everything up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph

@@ -1,4 +1,4 @@
-"""bytetx bench: texts, records, table, plots, and a whole quick run on a tiny checkpoint."""
+"""The benchmarks: texts, records, table, plots, and a whole quick run on a tiny checkpoint."""
 
 import io
 import json
@@ -15,24 +15,25 @@ from bench_record import RECORD
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bytetx.bench import texts
-from bytetx.bench.cli import app
-from bytetx.bench.cpu_generate import measure_generate
-from bytetx.bench.measure import alternate, encoder_flop
-from bytetx.bench.memory import measure_memory
-from bytetx.bench.plot import draw
-from bytetx.bench.records import read_records, source_sha256, write_record
-from bytetx.bench.rivals import load_rivals
-from bytetx.bench.suite import Case, Measurement, Suite, is_selected, run_suite
-from bytetx.bench.table import records_table, summary_line
+from benchmarks import texts
+from benchmarks.cli import app
+from benchmarks.cpu_generate import measure_generate
+from benchmarks.measure import alternate, encoder_flop
+from benchmarks.memory import measure_memory
+from benchmarks.plot import draw
+from benchmarks.records import read_records, source_sha256, write_record
+from benchmarks.rivals import load_rivals
+from benchmarks.suite import Case, Measurement, Suite, is_selected, run_suite
+from benchmarks.table import records_table, summary_line
 from bytetx.checkpoint.spec import build_spec
+from bytetx.cli import passages as prose
 from bytetx.errors import BytetxError
 
 
 def test_passages_are_deterministic_english_of_the_profile() -> None:
-    passages = texts.english_passages(256)
-    assert passages == texts.english_passages(256)
-    assert passages != texts.english_passages(256, seed=1)
+    passages = prose.english_passages(256)
+    assert passages == prose.english_passages(256)
+    assert passages != prose.english_passages(256, seed=1)
     assert len(set(passages)) == 256
     words = " ".join(passages).split()
     # English's commonest word is 4 to 8 % of technical prose; code and tables have none.
@@ -41,13 +42,13 @@ def test_passages_are_deterministic_english_of_the_profile() -> None:
     mean = sum(logs) / len(logs)
     sigma = math.sqrt(sum((x - mean) ** 2 for x in logs) / len(logs))
     # The standard error of sigma over 256 draws is sigma / sqrt(512) = 0.02: three of them.
-    assert abs(sigma - texts.PASSAGE_TEXTS.sigma) < 0.06
+    assert abs(sigma - prose.PASSAGE_TEXTS.sigma) < 0.06
 
 
 def test_passages_of_one_word_and_none() -> None:
-    assert texts.english_passages(0) == []
-    tiny = texts.Lognormal(mean=3, sigma=0.1, lo=3, hi=3)
-    assert all(len(text.split()) == 1 for text in texts.english_passages(5, lengths=tiny))
+    assert prose.english_passages(0) == []
+    tiny = prose.Lognormal(mean=3, sigma=0.1, lo=3, hi=3)
+    assert all(len(text.split()) == 1 for text in prose.english_passages(5, lengths=tiny))
 
 
 @pytest.mark.parametrize("profile", texts.PROFILES)
@@ -256,7 +257,16 @@ def test_recorded_run_on_a_tiny_checkpoint(tiny_checkpoint: Path, tmp_path: Path
     assert record.source == source_sha256()
     assert record.shape["tokens"] == 4096
     assert "transformers" in record.rivals
-    words = ["bytetx", "bench", "cpu", "--case", "fp32-ids-query", "--model", str(tiny_checkpoint)]
+    words = [
+        "python",
+        "-m",
+        "benchmarks",
+        "cpu",
+        "--case",
+        "fp32-ids-query",
+        "--model",
+        str(tiny_checkpoint),
+    ]
     assert record.command == shlex.join(words)
 
 

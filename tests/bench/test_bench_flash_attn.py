@@ -11,10 +11,10 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 
-from bytetx.bench import flash_attn, gpu_rivals
-from bytetx.bench.flash_attn import flash_attn_package
-from bytetx.bench.measure import cosine_distance
-from bytetx.bench.rivals import SentenceTransformersRival
+from benchmarks import flash_attn, gpu_rivals
+from benchmarks.flash_attn import flash_attn_package
+from benchmarks.measure import cosine_distance
+from benchmarks.rivals import SentenceTransformersRival
 from bytetx.errors import BytetxError
 
 transformers = pytest.importorskip("transformers")

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bytetx.bench import attention, decode, flash_attn3, gpu
-from bytetx.bench.cli import app
-from bytetx.bench.flash_attn3 import FlashAttention3
-from bytetx.bench.lengths import prefix_sums
+from benchmarks import attention, decode, flash_attn3, gpu
+from benchmarks.cli import app
+from benchmarks.flash_attn3 import FlashAttention3
+from benchmarks.lengths import prefix_sums
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.paged import paged_attention
 
@@ -213,7 +213,7 @@ def test_a_library_that_is_none_is_one_line(suite: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suite", ["attention", "decode"])
 def test_the_option_is_in_the_recorded_command(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bytetx.bench import cli
+    from benchmarks import cli
 
     commands: list[str] = []
 
@@ -224,8 +224,8 @@ def test_the_option_is_in_the_recorded_command(suite: str, monkeypatch: pytest.M
     for words in ([], ["--fa3", "my folder/fa3.so"]):
         CliRunner().invoke(app, [suite, *words])
     assert commands == [
-        f"bytetx bench {suite} --case ln128",
-        f"bytetx bench {suite} --fa3 'my folder/fa3.so' --case ln128",
+        f"python -m benchmarks {suite} --case ln128",
+        f"python -m benchmarks {suite} --fa3 'my folder/fa3.so' --case ln128",
     ]
 
 

@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 from tiny_decoders import tiny_decoder
 
-from bytetx.bench.causal import padded_generate
-from bytetx.bench.generate_rivals import continuous_generate, measure_transformers
+from benchmarks.causal import padded_generate
+from benchmarks.generate_rivals import continuous_generate, measure_transformers
 
 PROMPTS = [[5, 6, 7, 8], [9] * 30, [4, 3, 2, 1, 9, 8, 7]]
 

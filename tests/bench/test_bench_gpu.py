@@ -1,4 +1,4 @@
-"""bytetx bench on GPUs: the cases and their floors, the rivals' arithmetic, plots, a tiny run."""
+"""The suites of GPUs: the cases and their floors, the rivals' arithmetic, plots, a tiny run."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bytetx.bench import (
+from benchmarks import (
     attention,
     bert,
     causal,
@@ -23,14 +23,14 @@ from bytetx.bench import (
     sampling,
     text,
 )
-from bytetx.bench.cli import app
-from bytetx.bench.gpu_rivals import cut_by_tokens
-from bytetx.bench.lengths import Lengths, bytetransformer, dense, prefix_sums
-from bytetx.bench.plot import draw
-from bytetx.bench.records import Record, read_records, write_record
-from bytetx.bench.right_runs import right_runs
-from bytetx.bench.suite import Case, Measurement, Suite
-from bytetx.bench.table import summary_line
+from benchmarks.cli import app
+from benchmarks.gpu_rivals import cut_by_tokens
+from benchmarks.lengths import Lengths, bytetransformer, dense, prefix_sums
+from benchmarks.plot import draw
+from benchmarks.records import Record, read_records, write_record
+from benchmarks.right_runs import right_runs
+from benchmarks.suite import Case, Measurement, Suite
+from benchmarks.table import summary_line
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError
 from bytetx.ops import native, triton_backend
@@ -68,7 +68,7 @@ RECORD = Record(
     shape={"batch_size": 4, "total_tokens": 36, "max_seqlen": 12, "causal": 0},
     source="0" * 64,
     date="2026-01-31T12:00:00Z",
-    command="bytetx bench attention",
+    command="python -m benchmarks attention",
     versions={"torch": "2.11.0"},
 )
 
@@ -357,7 +357,7 @@ def test_triton_is_measured_with_the_native_kernels_off(
     triton, own = read_records(tmp_path / "records.jsonl")
     assert reasons[0] == "the native kernels for cuda are switched off" != reasons[1]
     assert (triton.suite, own.suite) == ("attention-triton", "attention")
-    assert triton.command == "bytetx bench --triton attention"
+    assert triton.command == "python -m benchmarks --triton attention"
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from bytetx.bench import grids
+from benchmarks import grids
 from bytetx.errors import BytetxError
 from bytetx.parallel.grid import Grid
 from bytetx.parallel.planner.machine import load_machine

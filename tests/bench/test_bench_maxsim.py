@@ -1,4 +1,4 @@
-"""bytetx bench maxsim: every engine's scores, the floor, and a run on a CPU."""
+"""python -m benchmarks maxsim: every engine's scores, the floor, and a run on a CPU."""
 
 import json
 from dataclasses import replace
@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bytetx.bench import gpu, maxsim
-from bytetx.bench.cli import app
-from bytetx.bench.records import read_records
+from benchmarks import gpu, maxsim
+from benchmarks.cli import app
+from benchmarks.records import read_records
 
 pytest.importorskip("sentence_transformers")
 
@@ -57,13 +57,13 @@ def test_cases_are_those_of_the_targets() -> None:
 def test_suite_on_a_cpu_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "cpu.jsonl"
     monkeypatch.setattr(maxsim, "cpu_shapes", lambda: [TINY])
-    monkeypatch.setattr("bytetx.bench.measure._SQUARE", 64)
+    monkeypatch.setattr("benchmarks.measure._SQUARE", 64)
     found = CliRunner().invoke(app, ["maxsim", "--device", "cpu", "--record", str(file)])
     assert found.exit_code == 0, found.output
     (record,) = read_records(file)
     assert (record.suite, record.case, record.unit) == ("maxsim", "tiny", "us")
     assert set(record.rivals) == RIVALS
-    assert record.command == "bytetx bench maxsim --device cpu"
+    assert record.command == "python -m benchmarks maxsim --device cpu"
     assert record.floor is not None and record.floor > 0
     assert record.shape["flop"] == 2 * 9 * 44 * 128 and record.shape["max_seqlen"] == 30
 

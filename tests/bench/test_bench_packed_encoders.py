@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bytetx.bench import packed_encoders
-from bytetx.bench.cli import app
-from bytetx.bench.modernbert import MODERNBERT_SIZES, ModernBert
-from bytetx.bench.token_inputs import TokenInputs
+from benchmarks import packed_encoders
+from benchmarks.cli import app
+from benchmarks.modernbert import MODERNBERT_SIZES, ModernBert
+from benchmarks.token_inputs import TokenInputs
 from bytetx.errors import OptionError
 
 pytest.importorskip("transformers")

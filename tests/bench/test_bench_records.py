@@ -8,11 +8,11 @@ from bench_record import RECORD
 from paths import ROOT
 from typer.testing import CliRunner
 
-from bytetx.bench.cli import app
-from bytetx.bench.markdown import GPU_ROWS, markdown_tables
-from bytetx.bench.measure import cpu_model
-from bytetx.bench.plot import draw
-from bytetx.bench.records import read_records, write_record
+from benchmarks.cli import app
+from benchmarks.markdown import GPU_ROWS, markdown_tables
+from benchmarks.measure import cpu_model
+from benchmarks.plot import draw
+from benchmarks.records import read_records, write_record
 from bytetx.errors import BytetxError
 
 

@@ -1,4 +1,4 @@
-"""bytetx bench serve: the load generator against a small server, shares, percentiles, the suite."""
+"""The suite serve: the load generator against a small server, shares, percentiles, the suite."""
 
 import asyncio
 import json
@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bytetx.bench import serve
-from bytetx.bench.cli import app
-from bytetx.bench.serve import Contest, Load, Settings, generate_load, serve_suite
-from bytetx.bench.serve_load import Plan, Stream, arrivals, merged, percentile, run
-from bytetx.bench.serve_servers import Command, Server, ServerError, request_body, running
+from benchmarks import serve
+from benchmarks.cli import app
+from benchmarks.serve import Contest, Load, Settings, generate_load, serve_suite
+from benchmarks.serve_load import Plan, Stream, arrivals, merged, percentile, run
+from benchmarks.serve_servers import Command, Server, ServerError, request_body, running
 from bytetx.errors import OptionError
 
 

@@ -1,4 +1,4 @@
-"""The SPLADE case of bytetx bench: its model, its rival, its ratio and its floor."""
+"""The SPLADE case of the benchmarks: its model, its rival, its ratio and its floor."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from checkpoints import SENTENCES, save_checkpoint
 
-from bytetx.bench import cpu, sparse, text
-from bytetx.bench.measure import encoder_flop
+from benchmarks import cpu, sparse, text
+from benchmarks.measure import encoder_flop
 from bytetx.checkpoint.spec import ModelSpec
 
 pytest.importorskip("sentence_transformers")

@@ -13,10 +13,10 @@ import torch
 from tiny import one_thread  # noqa: F401  (a fixture)
 from typer.testing import CliRunner
 
-from bytetx.bench import comm, tp_layer, tp_models, tune_comm, tune_layers, tune_rows
-from bytetx.bench.cli import app
-from bytetx.bench.gpu import Gpu
-from bytetx.bench.ranks import Ranks, overlap_measurement
+from benchmarks import comm, tp_layer, tp_models, tune_comm, tune_layers, tune_rows
+from benchmarks.cli import app
+from benchmarks.gpu import Gpu
+from benchmarks.ranks import Ranks, overlap_measurement
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError
 from bytetx.nn.blocks import LocalBlocks
@@ -214,8 +214,8 @@ def test_each_option_makes_its_own_table(
     def tune(path: Path, ranks: Ranks, *, patterns: list[str]) -> list[str]:
         return [f"{tuner} writes {path} for {patterns}"]
 
-    monkeypatch.setattr(f"bytetx.bench.{tuner}.{tuner}", tune)
-    monkeypatch.setattr("bytetx.bench.ranks.this_rank", lambda: 0)
+    monkeypatch.setattr(f"benchmarks.{tuner}.{tuner}", tune)
+    monkeypatch.setattr("benchmarks.ranks.this_rank", lambda: 0)
     monkeypatch.setattr(comm, "join", lambda: None)
     result = CliRunner().invoke(app, [*arguments, "table.json", "--case", "gpt3"])
     assert result.output == f"{tuner} writes table.json for ['gpt3']\n"

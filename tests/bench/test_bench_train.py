@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from bytetx.bench.train import SHAPES, Settings
+from benchmarks.train import SHAPES, Settings
 from bytetx.errors import OptionError
 
 TINY = ["--shape", "gpt2-tiny", "--layers", "1", "--vocab", "256"]
@@ -18,7 +18,7 @@ TINY += ["--tokens", "64", "--seqlen", "16", "--seconds", "0.1"]
 
 def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
-    command = [sys.executable, "-m", "bytetx", "bench", "train", "--device", "cpu", "--ranks", "2"]
+    command = [sys.executable, "-m", "benchmarks", "train", "--device", "cpu", "--ranks", "2"]
     command += [*TINY, "--grid", "z2", "--grid", "y2", "--record", str(path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)

@@ -1,4 +1,4 @@
-"""bytetx bench encoder from token ids: whole models, their rivals and floors, on a CPU."""
+"""python -m benchmarks encoder from token ids: whole models, their rivals and floors, on a CPU."""
 
 import json
 from collections.abc import Callable
@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bytetx.bench import deberta, encoder, encoder_cpu, gpu, modernbert, token_inputs, whole_models
-from bytetx.bench.cli import app
-from bytetx.bench.measure import encoder_flop
-from bytetx.bench.records import read_records
-from bytetx.bench.right_runs import right_runs
+from benchmarks import deberta, encoder, encoder_cpu, gpu, modernbert, token_inputs, whole_models
+from benchmarks.cli import app
+from benchmarks.measure import encoder_flop
+from benchmarks.records import read_records
+from benchmarks.right_runs import right_runs
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError
 
@@ -108,7 +108,7 @@ def test_suite_on_a_cpu_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     record_file = tmp_path / "cpu.jsonl"
     small = [encoder_cpu.Shape(f"{size}-tiny", size, LENGTHS[:3], max_rounds=2) for size in MODELS]
     monkeypatch.setattr(encoder_cpu, "shapes", lambda: small)
-    monkeypatch.setattr("bytetx.bench.measure._RATE_ROWS", (32,))
+    monkeypatch.setattr("benchmarks.measure._RATE_ROWS", (32,))
     words = ["encoder", "--device", "cpu", "--record", str(record_file)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
@@ -119,7 +119,7 @@ def test_suite_on_a_cpu_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (record.suite, record.dtype, record.unit) == ("encoder", "fp32", "ms")
         assert set(record.rivals) == RIVALS[size]
         assert record.shape["total_tokens"] == 44 and record.shape["rounds"] == 2
-        assert record.command == "bytetx bench encoder --device cpu"
+        assert record.command == "python -m benchmarks encoder --device cpu"
         assert record.floor is not None and 0 < record.floor < 1e3
 
 

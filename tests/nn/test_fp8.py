@@ -10,9 +10,9 @@ import torch
 from tiny import one_thread  # noqa: F401
 
 import bytetx
-from bytetx.bench.texts import Lognormal, english_passages
 from bytetx.checkpoint.demo import demo_checkpoint
 from bytetx.checkpoint.weights import Weights
+from bytetx.cli.passages import Lognormal, english_passages
 from bytetx.errors import InputError
 from bytetx.nn.fp8 import inner_bound, takes_fp8
 from bytetx.nn.loading import load_checkpoint

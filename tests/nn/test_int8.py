@@ -10,8 +10,8 @@ from tiny import one_thread  # noqa: F401
 from tiny_decoders import tiny_decoder
 
 import bytetx
-from bytetx.bench.texts import Lognormal, english_passages
 from bytetx.checkpoint.demo import demo_checkpoint
+from bytetx.cli.passages import Lognormal, english_passages
 from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.int8_linear import why_no_int8_linear

@@ -11,7 +11,7 @@ from checkpoints import save_checkpoint, save_sentence_model
 from sentence_transformers.sentence_transformer.modules import Pooling
 from typer.testing import CliRunner
 
-from bytetx.bench.calibrate import calibrate_to_file
+from bytetx.cli.calibrate import calibrate_to_file
 from bytetx.cli.commands import app
 from bytetx.errors import InputError, OptionError
 from bytetx.executor.load import load_ranks

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bytetx.bench.calibrate import Found, machine_text
-from bytetx.bench.calibrate_links import Link
+from bytetx.cli.calibrate import Found, machine_text
+from bytetx.cli.calibrate_links import Link
 from bytetx.parallel.grid import AXES, Grid, grids_of
 from bytetx.parallel.planner.machine import Machine, load_machine
 from bytetx.parallel.planner.plan import plan

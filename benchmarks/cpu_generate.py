@@ -1,0 +1,86 @@
+"""The generation case of suite `cpu`: a ragged batch of prompts, against transformers' generate."""
+
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bytetx
+from benchmarks import measure, texts
+from benchmarks.causal import padded_generate
+from benchmarks.rivals import quiet
+from benchmarks.suite import Measurement
+from bytetx.model import Model
+from bytetx.tasks.results import Generation
+
+CASE = "gpt2-124m-fp32-generate"
+_PROFILE = "ln128"
+_MAX_PROMPT = 512  # tokens, the profile's longest
+
+
+def measure_generate(
+    num_prompts: int, num_tokens: int, *, min_rounds: int, max_rounds: int, seconds: float
+) -> Measurement:
+    """Greedy answers of num_tokens tokens to ragged prompts of token ids; GPT-2's shape, fp32.
+
+    transformers gets the prompts as users give them: one batch, padded on the left.
+    """
+    prompts = _prompts(num_prompts)
+    with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder, quiet():
+        theirs = _random_gpt2(Path(folder))
+        model = bytetx.load(folder, device="cpu", dtype="float32")
+    params = bytetx.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+    def ours() -> Sequence[Generation]:
+        # A model of its own each time, which has no pages of these prompts yet.
+        return Model(model.checkpoint).generate(prompts, params)
+
+    rival = partial(padded_generate, theirs, prompts, num_tokens)
+    notes = _differences([list(answer.token_ids) for answer in ours()], rival())
+    timing = measure.alternate(
+        ours,
+        {"transformers": rival},
+        min_rounds=min_rounds,
+        max_rounds=max_rounds,
+        seconds=seconds,
+    )
+    per_token = 1e6 / (num_prompts * num_tokens)
+    lengths = [len(prompt) for prompt in prompts]
+    return Measurement(
+        ours=timing.ours * per_token,
+        rivals={name: value * per_token for name, value in timing.rivals.items()},
+        floor=None,
+        shape={
+            "prompts": num_prompts,
+            "prompt_tokens": sum(lengths),
+            "max_prompt": max(lengths),
+            "new_tokens": num_tokens,
+            "profile": _PROFILE,
+            "rounds": timing.rounds,
+        },
+        notes=notes,
+    )
+
+
+def _prompts(count: int) -> list[list[int]]:
+    lengths = texts.profile_lengths(_PROFILE, total_tokens=_MAX_PROMPT * count)[:count]
+    return texts.random_token_ids(lengths, vocab_size=50257)
+
+
+def _random_gpt2(folder: Path) -> Any:
+    """The shape of openai-community/gpt2 with random weights, saved to folder."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(eos_token_id=None, bos_token_id=None)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def _differences(ours: list[list[int]], theirs: list[list[int]]) -> tuple[str, ...]:
+    """What a reader must know where answers are not the same, token by token."""
+    differing = sum(list(a) != list(b) for a, b in zip(ours, theirs, strict=True))
+    return (f"{differing} of {len(ours)} answers differ from transformers'",) if differing else ()

@@ -1,0 +1,167 @@
+"""Suite `generate`: ragged prompts and answers on a GPU, against transformers."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bytetx
+from benchmarks.causal import (
+    Request,
+    decode_bytes,
+    prefill_work,
+    random_checkpoint,
+    random_prompts,
+    uniform_requests,
+)
+from benchmarks.generate_rivals import measure_transformers
+from benchmarks.gpu import DTYPES, Gpu, Work, gpu_suite
+from benchmarks.suite import Measurement, Suite
+from bytetx.generate.engine import GenerationEngine
+from bytetx.model import Model
+from bytetx.sampling_params import SamplingParams
+
+_ROUNDS = 2
+_PAGES_EACH = 16  # tokens of a sequence's last page
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One case: a model of SHAPES, its requests, and who else runs them."""
+
+    name: str
+    model: str
+    requests: tuple[Request, ...]
+    dtype: str = "bf16"
+    has_rivals: bool = True
+    note: str | None = None
+
+
+def generate_suite(*, patterns: list[str]) -> Suite:
+    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
+
+    Raises BytetxError where there is no GPU, or no case fits.
+    """
+    packages = ("transformers",)
+    return gpu_suite("generate", shapes(), measure, patterns=patterns, unit="s", packages=packages)
+
+
+def shapes() -> list[Shape]:
+    """A load that takes transformers minutes, and small ones that it can run, too."""
+    many = uniform_requests(256, (100, 1024), (100, 1024))
+    note = (
+        "vLLM 0.24.0 took 5.66 s for such a load, on an H200 on another day; transformers would "
+        "take minutes"
+    )
+    return [
+        Shape("qwen3-0.6b-256", "qwen3-0.6b", tuple(many), has_rivals=False, note=note),
+        Shape(
+            "qwen3-0.6b-64x128",
+            "qwen3-0.6b",
+            tuple(uniform_requests(64, (100, 1024), (128, 128))),
+        ),
+        Shape(
+            "qwen3-0.6b-prefill-64",
+            "qwen3-0.6b",
+            tuple(uniform_requests(64, (100, 1024), (1, 1))),
+            note="one token each: the fraction of the floor is the share of the GEMM rate reached",
+        ),
+        Shape(
+            "qwen3-0.6b-1x256",
+            "qwen3-0.6b",
+            tuple(uniform_requests(1, (100, 100), (256, 256))),
+            note="one sequence: the fraction of the floor is the share of the memory rate reached",
+        ),
+        Shape("gpt2-124m-64x128", "gpt2-124m", tuple(uniform_requests(64, (50, 500), (128, 128)))),
+    ]
+
+
+def measure(shape: Shape, gpu: Gpu) -> Measurement:
+    """Seconds from the first request to the last token, greedy, without ends of text."""
+    dtype, requests = DTYPES[shape.dtype], shape.requests
+    rivals: dict[str, float] = {}
+    notes = [shape.note] if shape.note else []
+    with random_checkpoint(shape.model, dtype) as folder:
+        ours = _measure_ours(shape, folder)
+        if shape.has_rivals:
+            (num_tokens,) = {r.output_tokens for r in requests}
+            prompts = random_prompts(requests, vocab_size=ours.spec.vocab_size, seed=0)
+            rivals, more = measure_transformers(folder, dtype, prompts, num_tokens)
+            notes += more
+    spec = ours.spec
+    decode = Work(decode_bytes(spec, requests, dtype))
+    prefill = prefill_work(spec, requests)
+    output_tokens = sum(r.output_tokens for r in requests)
+    return Measurement(
+        ours=ours.seconds,
+        rivals=rivals,
+        floor=(gpu.rates.floor_us(decode) + gpu.rates.floor_us(prefill)) / 1e6,
+        shape={
+            "requests": len(requests),
+            "prompt_tokens": sum(r.prompt_tokens for r in requests),
+            "output_tokens": output_tokens,
+            "output_tokens_per_second": round(output_tokens / ours.seconds),
+            "steps": ours.num_steps,
+            "graphs": ours.num_graphs,
+            "peak_mib": ours.peak_bytes // _MIB,
+            "computed_mib": ours.computed_bytes // _MIB,
+        },
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What our runs gave: the median of their seconds, and the memory of the first to the last.
+
+    computed_bytes: weights, cache and workspace, as they are known before.
+    """
+
+    spec: Any
+    seconds: float
+    num_steps: int
+    num_graphs: int
+    peak_bytes: int
+    computed_bytes: int
+
+
+def _measure_ours(shape: Shape, folder: Path) -> _Found:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = bytetx.load(folder, device="cuda", dtype=DTYPES[shape.dtype])
+    sizes = {
+        "kv_cache_tokens": sum(
+            r.prompt_tokens + r.output_tokens + _PAGES_EACH for r in shape.requests
+        ),
+        "max_num_seqs": len(shape.requests),
+    }
+    engine, seconds, num_steps = model.engine(**sizes), [], 0
+    for seed in range(_ROUNDS + 1):  # the first one captures graphs
+        found, num_steps = _run(model, engine, shape, seed=seed)
+        seconds.append(found)
+    return _Found(
+        model.spec,
+        statistics.median(seconds[1:]),
+        num_steps,
+        engine.num_graphs,
+        torch.cuda.max_memory_allocated() - before,
+        model.generation_sizes(**sizes).total_bytes,
+    )
+
+
+def _run(model: Model, engine: GenerationEngine, shape: Shape, *, seed: int) -> tuple[float, int]:
+    """(seconds, steps) of all requests, with prompts of this seed."""
+    prompts = random_prompts(shape.requests, vocab_size=model.spec.vocab_size, seed=seed)
+    torch.cuda.synchronize()
+    began, num_steps = time.perf_counter(), 0
+    for prompt, request in zip(prompts, shape.requests, strict=True):
+        params = SamplingParams(temperature=0, max_tokens=request.output_tokens, ignore_eos=True)
+        engine.add_request(prompt, params, streams=False)
+    while engine.has_work:
+        engine.step()
+        num_steps += 1
+    return time.perf_counter() - began, num_steps

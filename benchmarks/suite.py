@@ -1,0 +1,115 @@
+"""What a suite is: cases that measure themselves, and the loop that runs and records them."""
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.records import Record, source_sha256, utc_now, write_record
+from bytetx.errors import OptionError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one case found; `ours`, `rivals` and `floor` in the case's unit, lower is better.
+
+    shape: sizes of the input, for the record.   notes: what a reader of the numbers must know.
+    """
+
+    ours: float
+    rivals: dict[str, float]
+    floor: float | None
+    shape: dict[str, int | float | str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of a suite: a name, and the measurement that `measure` takes when called."""
+
+    name: str
+    unit: str
+    dtype: str
+    measure: Callable[[], Measurement]
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A suite's name, where it ran, and its cases, made one by one so that few models live at once.
+
+    versions: of the packages measured.
+    """
+
+    name: str
+    device: str
+    versions: dict[str, str]
+    cases: Iterable[Case]
+
+
+def run_suite(
+    suite: Suite, *, command: str, record_to: Path | None
+) -> Iterator[tuple[Record, tuple[str, ...]]]:
+    """Measures case after case; yields each record with its notes as soon as it is there.
+
+    record_to: the .jsonl file that each record goes to at once, so that a killed run keeps the
+    cases it has finished.
+    """
+    source = source_sha256()
+    for case in suite.cases:
+        found = case.measure()
+        record = Record(
+            suite=suite.name,
+            case=case.name,
+            unit=case.unit,
+            ours=_rounded(found.ours),
+            rivals={name: _rounded(value) for name, value in found.rivals.items()},
+            floor=None if found.floor is None else _rounded(found.floor),
+            device=suite.device,
+            dtype=case.dtype,
+            shape=found.shape,
+            source=source,
+            date=utc_now(),
+            command=command,
+            versions=suite.versions,
+        )
+        if record_to is not None:
+            write_record(record_to, record)
+        yield record, found.notes
+
+
+def select(
+    items: Iterable[T],
+    patterns: list[str],
+    *,
+    name: Callable[[T], str],
+    what: str = "no case",
+    them: str = "the cases",
+) -> list[T]:
+    """Those whose names the patterns select. Raises none_fits(), which what and them are for."""
+    every = list(items)
+    chosen = [item for item in every if is_selected(name(item), patterns)]
+    if not chosen:
+        raise none_fits(patterns, map(name, every), what=what, them=them)
+    return chosen
+
+
+def none_fits(
+    patterns: list[str], names: Iterable[str], *, what: str = "no case", them: str = "the cases"
+) -> OptionError:
+    """That no name fits any pattern, and which names there are."""
+    return OptionError(f"{what} fits {', '.join(patterns)}; {them} are: {', '.join(names)}")
+
+
+def is_selected(name: str, patterns: list[str]) -> bool:
+    """Whether a case runs: no pattern, a pattern that is part of its name, or a glob that fits."""
+    return not patterns or any(
+        pattern in name or fnmatch.fnmatchcase(name, pattern) for pattern in patterns
+    )
+
+
+def _rounded(value: float) -> float:
+    """Four significant digits: what a median of a few rounds can carry."""
+    return float(f"{value:.4g}")

@@ -1,1 +1,0 @@
-"""Measurements: suites, the rivals a user would run instead, records and plots."""
