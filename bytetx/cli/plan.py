@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from bytetx.cli.files.options import FAMILIES_HELP
 from bytetx.errors import InputError, OptionError
 
 _PLAIN = "axonn2024"
@@ -31,6 +32,7 @@ def plan(
     memory_gib: Annotated[float | None, typer.Option(help="Of a GPU; the machine's.")] = None,
     goal: Annotated[str, typer.Option(help="latency, throughput or memory.")] = "throughput",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    families: Annotated[str | None, typer.Option(help=FAMILIES_HELP)] = None,
     top: Annotated[int, typer.Option(min=1, help="Grids that are shown.")] = 10,
     explain: Annotated[
         str | None, typer.Option(metavar="GRID", help="Every collective of this grid, as data2.z2.")
@@ -74,7 +76,12 @@ def plan(
     if year:
         from bytetx.parallel.planner.simulate import simulate_year
 
-        found = simulate_year(model, machine=machine, gpus=10_000 if gpus is None else gpus)
+        found = simulate_year(
+            model,
+            machine=machine,
+            gpus=10_000 if gpus is None else gpus,
+            families=families,
+        )
         print(json.dumps(asdict(found), indent=2) if as_json else report.year_text(found))
         return
     planned = planning.plan(
@@ -88,6 +95,7 @@ def plan(
         memory_gib=memory_gib,
         goal=goal,  # type: ignore[arg-type]  # plan checks it
         dtype=dtype,
+        families=families,
     )
     if explain is not None and as_json:
         one = planned.explain(explain)

@@ -5,6 +5,7 @@ import pickle
 import tomllib
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from cli_runs import Bytetx, bytetx  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
-from bytetx import SamplingParams, load
+from bytetx import SamplingParams, load, plan
 from bytetx.checkpoint import families, family
 from bytetx.checkpoint.families import Families, Family, read_families
 from bytetx.checkpoint.spec import build_spec
+from bytetx.cli.commands import app
 from bytetx.errors import CheckpointError, OptionError
+from bytetx.parallel.planner.simulate import MIXED, simulate_year
 from bytetx.serve.loading import load_models
 from bytetx.serve.settings import ServeSettings, model_sources
 
@@ -159,6 +163,22 @@ def test_a_folder_s_family_wins_over_bytetx_s(own: Path, caplog: pytest.LogCaptu
     assert build_spec({"model_type": "bert"}).norm_eps < 0.5
     assert build_spec({"model_type": "gpt2", "own_key": 1}, known).family == "marked"
     assert build_spec({"model_type": "gpt2"}, known).family == "gpt2"
+
+
+def test_the_planner_takes_a_new_family(own: Path, bert: Path, renamed: Path) -> None:
+    (own / "mine.toml").write_text(OWN)
+    wanted = plan(bert, gpus=2).shape
+    assert plan(renamed, gpus=2, families=own).shape == replace(wanted, name=renamed.name)
+    classes = [replace(MIXED[0], share=1.0)]
+    year = simulate_year(renamed, families=own, gpus=16, classes=classes)
+    assert year.texts == simulate_year(bert, gpus=16, classes=classes).texts
+    args = ["plan", "--model", str(renamed), "--gpus", "2"]
+    assert CliRunner().invoke(app, [*args, "--families", str(own)]).exit_code == 0
+    with pytest.raises(CheckpointError, match="has model_type 'own'; bytetx knows: albert"):
+        plan(renamed, gpus=2)
+    for model in (renamed, "bert-base"):
+        with pytest.raises(OptionError, match="families must be a folder"):
+            plan(model, gpus=2, families=own / "nowhere")
 
 
 def test_a_new_family_runs_wherever_a_checkpoint_does(

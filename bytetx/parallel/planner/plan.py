@@ -204,6 +204,7 @@ def plan(
     memory_gib: float | None = None,
     goal: Goal = "throughput",
     dtype: str = "bfloat16",
+    families: str | Path | None = None,
 ) -> Plan:
     """Costs every grid of the GPUs for a model and its traffic, and ranks those that fit.
 
@@ -214,10 +215,11 @@ def plan(
     generated for each text.  rate: texts a second; each grid then says how many instances serve it.
     memory_gib: of a GPU; None is the machine's.  goal: latency of a batch, throughput a GPU, or
     memory: the fewest GPUs, then the least memory.
+    families: as load has it, where model is a checkpoint's folder.
     Runs without torch. Raises OptionError for an option or texts longer than the model takes,
     InputError where no grid fits.
     """
-    shape, described = shape_of(model), load_machine(machine)
+    shape, described = shape_of(model, families=families), load_machine(machine)
     gpus = described.gpus_per_node if gpus is None else gpus
     check_positive("gpus", gpus)
     if goal not in get_args(Goal):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from bytetx.checkpoint.families import check_families, read_families
 from bytetx.checkpoint.layer_spec import is_gated
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.errors import OptionError
@@ -74,11 +75,17 @@ class ModelShape:
         return self.num_stored_layers * self.layer_weights + self.embedding_weights
 
 
-def shape_of(model: "ModelShape | ModelSpec | str | Path") -> ModelShape:
+def shape_of(
+    model: "ModelShape | ModelSpec | str | Path", *, families: str | Path | None = None
+) -> ModelShape:
     """A shape as it is, of a spec, of a checkpoint's folder, or by its name in SHAPES.
 
-    Raises OptionError for an unknown name, CheckpointError for a folder that holds no model.
+    families: the folder of the caller's own families, by which a checkpoint is read.
+    Raises OptionError for an unknown name or a wrong `families`, CheckpointError for a folder that
+    holds no model.
     """
+    if families is not None:
+        check_families(families)
     if isinstance(model, ModelShape):
         return model
     if isinstance(model, ModelSpec):
@@ -91,7 +98,6 @@ def shape_of(model: "ModelShape | ModelSpec | str | Path") -> ModelShape:
             f"model must be a checkpoint's folder or one of {', '.join(SHAPES)}, got {str(model)!r}"
         )
     # Imported here, for they import the hub's client.
-    from bytetx.checkpoint.families import read_families
     from bytetx.checkpoint.files import (
         adapter_base,
         load_config,
@@ -103,8 +109,9 @@ def shape_of(model: "ModelShape | ModelSpec | str | Path") -> ModelShape:
     base = adapter_base(own)
     place = own if base is None else transformer_folder(base)
     config = load_config(place)
-    refuse_own_code(place, config, read_families())
-    return _shape_of_spec(build_spec(config), name=folder.name)
+    known = read_families(families)
+    refuse_own_code(place, config, known)
+    return _shape_of_spec(build_spec(config, known), name=folder.name)
 
 
 def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:

@@ -82,6 +82,7 @@ def simulate_year(
     gpus: int = 10_000,
     classes: Sequence[TrafficClass] = MIXED,
     seed: int = 0,
+    families: str | Path | None = None,
 ) -> Year:
     """The most texts of these classes that a fleet serves in a year, hour by hour.
 
@@ -92,7 +93,7 @@ def simulate_year(
     check_positive("gpus", gpus)
     if not classes or not math.isclose(sum(c.share for c in classes), 1.0, abs_tol=1e-6):
         raise OptionError("the shares of the classes of traffic must sum to 1")
-    shape, described = shape_of(model), load_machine(machine)
+    shape, described = shape_of(model, families=families), load_machine(machine)
     options = [_options(shape, described, traffic, gpus) for traffic in classes]
     chosen = [min(grids, key=_gpus_a_text) for grids in options]
     rates = _hourly_rates(classes, seed)  # texts a second of each class, 1 in total on average
