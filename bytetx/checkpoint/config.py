@@ -203,8 +203,10 @@ class Values:
     def norm_eps(self) -> float:
         key = self.names["norm_eps"]
         value = self.read(key) if isinstance(key, str) else key
-        if not isinstance(value, float) or not 0 < value < 1:
-            raise CheckpointError(f"config.json: {key} must lie between 0 and 1, got {value!r}")
+        if not isinstance(value, float) or not 0 < value <= 1:
+            raise CheckpointError(
+                f"config.json: {key} must be above 0 and at most 1, got {value!r}"
+            )
         return float(value)
 
     def pad_token_id(self) -> int:
