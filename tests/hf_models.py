@@ -165,3 +165,7 @@ def zeroed(x: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
 
 def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+
+
+def rms_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a.double() - b.double()).square().mean().sqrt().item()
