@@ -17,7 +17,6 @@ from bytetx.hf.forward import (
     PackedPass,
     batch_of,
     head_call,
-    layout_reason,
     zeros_of,
 )
 from bytetx.hf.padding import Layout, as_callers_tensor
@@ -92,7 +91,7 @@ class CausalForward(PackedForward):
         self, inputs: Inputs, layout: Layout, call: HeadCall | None, transformer: Transformer
     ) -> str | None:
         own_reason = _position_reason(inputs, layout, transformer.spec)
-        return own_reason or layout_reason(layout, call, transformer)
+        return own_reason or super()._layout_reason(inputs, layout, call, transformer)
 
     def _pass(self, transformer: Transformer, inputs: Inputs, layout: Layout) -> PackedPass:
         from bytetx.hf import past
@@ -292,7 +291,7 @@ def _past_reason(inputs: Inputs) -> str | None:
 
 def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | None:
     """Why positions, or the attention that they imply, need the original forward, or None."""
-    rotary, positions = spec.layer_spec.rotary, inputs.position_ids
+    positions = inputs.position_ids
     if inputs.token_type_ids is not None:
         return "token_type_ids add word embeddings in this family"
     if reason := holes_reason(layout, spec):
@@ -300,20 +299,6 @@ def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | N
     has_no_mask = inputs.attention_mask is None and not layout.is_packed
     if positions is not None and has_no_mask and bool((positions.diff(dim=-1) != 1).any()):
         return "position_ids start again without a mask, which makes sequences of one row"
-    if rotary is None:
-        return None
-    limit, length = spec.max_positions, layout.num_columns
-    if rotary.scaling == "dynamic":
-        limit = rotary.original_positions
-    if positions is not None and layout.total_tokens:
-        low, high = map(int, layout.gather(positions).aminmax())
-        length = high + 1
-        if low < 0:
-            return "position_ids below 0 have no rotary tables in bytetx"
-    elif layout.is_packed:
-        length = layout.max_seqlen
-    if length > limit:
-        return f"{length} positions are more than the {limit} of the model's rotary tables"
     return None
 
 

@@ -425,7 +425,8 @@ class PackedForward(StandIn):
     def _layout_reason(
         self, inputs: Inputs, layout: Layout, call: HeadCall | None, transformer: Transformer
     ) -> str | None:
-        return layout_reason(layout, call, transformer)
+        own_reason = _rotary_reason(inputs, layout, transformer.spec)
+        return own_reason or layout_reason(layout, call, transformer)
 
     def _pass(self, transformer: Transformer, inputs: Inputs, layout: Layout) -> PackedPass:
         layers: list[torch.Tensor] = []
@@ -551,8 +552,12 @@ def layout_reason(
         )
     if layout.has_holes and not transformer.spec.is_causal and _has_windows(transformer.spec):
         return "a mask has holes, and the model has layers with a window"
-    if layout.has_holes and transformer.layers.buckets is not None:
+    buckets = transformer.layers.buckets
+    if layout.has_holes and buckets is not None:
         return "a mask has holes, and attention compares the distances of tokens (DeBERTa)"
+    longest, embeddings = transformer.spec.max_positions, transformer.spec.embeddings
+    if buckets is not None and layout.max_seqlen > longest and "position" not in embeddings:
+        return f"{layout.max_seqlen} tokens are more than bytetx's {longest} (DeBERTa)"
     bias = transformer.layers.relative_bias
     if bias is None:
         return None
@@ -560,8 +565,29 @@ def layout_reason(
         if layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
             return "a mask with holes is wider than the model has positions"
     elif 2 * layout.max_seqlen - 1 > bias.shape[1]:
-        longest = transformer.spec.max_positions
         return f"{layout.max_seqlen} tokens are more than bytetx's {longest} with ALiBi"
+    return None
+
+
+def _rotary_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | None:
+    """Why positions need the original forward, which computes the rotations of any, or None."""
+    rotary, positions = spec.layer_spec.rotary, inputs.position_ids
+    if rotary is None:
+        return None
+    limit, length = spec.max_positions, layout.num_columns
+    if rotary.scaling == "dynamic":
+        limit = rotary.original_positions
+    if positions is not None and layout.total_tokens:
+        low, high = map(int, layout.gather(positions).aminmax())
+        length = high + 1
+        if low < 0:
+            return "position_ids below 0 have no rotary tables in bytetx"
+    elif layout.is_packed:
+        length = layout.max_seqlen
+    elif length > limit and layout.has_pads and layout.total_tokens and rotary.scaling != "dynamic":
+        length = int(layout.columns.max()) + 1  # positions of pads are never computed
+    if length > limit:
+        return f"{length} positions are more than the {limit} of the model's rotary tables"
     return None
 
 

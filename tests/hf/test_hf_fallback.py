@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from hf_models import (  # noqa: F401  (a fixture)
+    FAMILIES,
+    MAX_POSITIONS,
     largest_difference,
     one_thread,
     padded_inputs,
@@ -15,7 +17,7 @@ from hf_models import (  # noqa: F401  (a fixture)
 )
 from torch import nn
 
-from bytetx.errors import BytetxError
+from bytetx.errors import BytetxError, InputError
 from bytetx.hf import FallbackWarning, unwrap, wrap
 
 SEQLENS = [9, 1, 14]
@@ -278,6 +280,40 @@ def test_left_padding_under_a_first_token_head_runs_the_original():
     with runs_packed():
         wrapped(**padded_inputs([5, 5], side="left"))
         wrapped(**padded_inputs([5, 0, 2]))
+
+
+ROTARY = ("modernbert", "eurobert", "nomic_bert", "gte", "jina_embeddings_v3")
+UNBOUNDED = [name for name in (*ROTARY, "deberta-v2", "deberta-v3") if name in FAMILIES]
+
+
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
+@pytest.mark.parametrize("family", UNBOUNDED)
+def test_texts_beyond_the_tables_of_a_model_without_learnt_positions(family, head):
+    """transformers runs them, so wrap does; columns of pads alone are not beyond a table."""
+    stock = tiny_model(family, head)
+    wrapped = wrap(copy.deepcopy(stock))
+    long = padded_inputs([5, MAX_POSITIONS + 9])
+    for inputs in (padded_inputs([5, MAX_POSITIONS]), padded_inputs([5, 9], width=100)):
+        with runs_packed():
+            assert largest_difference(wrapped(**inputs)[0], zeroed_as(stock, inputs)) < 1e-4
+    with says(f"{MAX_POSITIONS + 9} "), torch.inference_mode():
+        assert torch.equal(wrapped(**long)[0], zeroed_as(stock, long))
+    ids = torch.full((1, 2 * MAX_POSITIONS), 4)
+    with runs_packed():  # each of two sequences is within
+        wrapped.base_model(ids, cu_seqlens=torch.tensor([0, MAX_POSITIONS, 2 * MAX_POSITIONS]))
+    with pytest.raises(InputError, match="it cannot: 95 "), torch.inference_mode():
+        wrapped.base_model(ids, cu_seqlens=torch.tensor([0, 95, 96]))
+    if family in ROTARY:
+        far = {"input_ids": ids[:, :4], "position_ids": torch.arange(4)[None] + MAX_POSITIONS}
+        with says(f"{MAX_POSITIONS + 4} positions"), torch.inference_mode():
+            assert torch.equal(wrap(unwrap(wrapped))(**far)[0], stock(**far)[0])
+
+
+def zeroed_as(stock, inputs):
+    """The stock model's first output with the zeros that wrap puts at pads."""
+    with torch.inference_mode():
+        want = stock(**inputs)[0]
+    return zeroed(want, inputs["attention_mask"]) if want.dim() == 3 else want
 
 
 def test_heads_that_read_pads_run_the_original():
