@@ -16,7 +16,7 @@ from benchmarks.flash_attn3 import FlashAttention3
 from benchmarks.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us
 from benchmarks.lengths import Lengths, dense, prefix_sums
 from benchmarks.right_runs import right_runs
-from benchmarks.suite import Measurement, Suite
+from benchmarks.suite import Measurement, Suite, measured
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import plan_attention
 
@@ -40,16 +40,10 @@ class Shape:
     window: int = 0  # as varlen_attention has it
 
 
-def attention_suite(*, patterns: list[str], fa3: Path | None = None) -> Suite:
-    """The suite's selected cases.
-
-    patterns: parts or globs of case names; empty means all.  fa3: FlashAttention-3's library.
-    Raises BytetxError where there is no GPU, no case fits, or the library does not load.
-    """
-    rival = flash_attn3.load(fa3)
-    return gpu_suite(
-        "attention", shapes(), partial(measure, fa3=rival), patterns=patterns, unit="us"
-    )
+def suite(*, patterns: list[str], fa3: Path | None = None) -> Suite:
+    """fa3: FlashAttention-3's library.  Raises BytetxError where it does not load."""
+    run = partial(measure, fa3=flash_attn3.load(fa3))
+    return gpu_suite("attention", shapes(), run, patterns=patterns, unit="us")
 
 
 def shapes() -> list[Shape]:
@@ -119,22 +113,17 @@ def measure(shape: Shape, gpu: Gpu, *, fa3: FlashAttention3 | None = None) -> Me
         runs[flash_attn3.NAME] = partial(in_turn, fa3.varlen)
     found = graph_us(right_runs(runs, None, notes), calls=_NUM_LAYERS)
     work = _work(shape)
-    return Measurement(
-        ours=found.pop("ours"),
-        rivals=found,
-        floor=gpu.rates.floor_us(work),
-        shape={
-            "batch_size": len(shape.lengths),
-            "total_tokens": total,
-            "max_seqlen": longest,
-            "num_heads": shape.num_heads,
-            "head_dim": shape.head_dim,
-            "causal": int(shape.causal),
-            "window": shape.window,
-            "flop": work.flop,
-        },
-        notes=tuple(notes),
-    )
+    sizes = {
+        "batch_size": len(shape.lengths),
+        "total_tokens": total,
+        "max_seqlen": longest,
+        "num_heads": shape.num_heads,
+        "head_dim": shape.head_dim,
+        "causal": int(shape.causal),
+        "window": shape.window,
+        "flop": work.flop,
+    }
+    return measured(found, gpu.rates.floor_us(work), sizes, notes)
 
 
 def _work(shape: Shape) -> Work:

@@ -1,15 +1,55 @@
 """A picture of groups of bars, ours and its rivals' side by side, with ratios at the right."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.theme import Theme
+from bytetx.errors import BytetxError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+OURS = "bytetx"
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Colours of one picture; GitHub's own page and text colours, so that it sits in the page."""
+
+    suffix: str
+    page: str
+    text: str
+    muted: str
+    ours: str
+    rival: str
+    second: str  # another rival
+    faint: str
+
+
+LIGHT = Theme("", "#ffffff", "#1f2328", "#59636e", "#0969da", "#8c959f", "#c6cdd5", "#d8dee4")
+DARK = Theme("-dark", "#0d1117", "#f0f6fc", "#9198a1", "#4493f8", "#6e7681", "#424a53", "#2b3138")
+
+
+def draw_themes(stem: Path, draw: Callable[[Path, Theme], None]) -> list[Path]:
+    """Calls draw(path, theme) for STEM.svg and STEM-dark.svg, and returns the two paths.
+
+    Raises BytetxError where matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise BytetxError("plots need matplotlib: pip install matplotlib") from error
+    paths = []
+    # A fixed salt keeps the ids, and so the file, the same for the same records.
+    with matplotlib.rc_context({"svg.hashsalt": OURS, "font.family": "DejaVu Sans"}):
+        for theme in (LIGHT, DARK):
+            path = stem.with_name(f"{stem.name}{theme.suffix}.svg")
+            draw(path, theme)
+            paths.append(path)
+    return paths
+
 
 # Inches: the picture, the words above and below the bars, a bar, the space after a group and
 # between panels.
@@ -29,8 +69,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
+    """Groups under a title.  line: in Chart.line's place here."""
+
     title: str
     groups: Sequence[Group]
+    line: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +103,10 @@ def draw_chart(path: Path, theme: Theme, *, chart: Chart) -> None:
     figure = Figure(figsize=(_WIDTH, height), facecolor=theme.page)
     right = _MARGIN + _COLUMN * len(chart.columns) + _WORDS
     longest = max(bar[0] for p in chart.panels for g in p.groups for bar in g.bars if bar)
-    longest = max(longest, chart.line[0] if chart.line else 0.0)
+    lines = [_line(panel, chart) for panel in chart.panels]
+    longest = max(longest, *(line or 0.0 for line in lines))
     top = height - _HEAD
-    for panel, inches in zip(chart.panels, heights, strict=True):
+    for panel, inches, line in zip(chart.panels, heights, lines, strict=True):
         top -= inches
         box = (_LEFT / _WIDTH, top / height, 1 - (_LEFT + right) / _WIDTH, inches / height)
         ax = figure.add_axes(box, xlim=(0, longest), ylim=(inches, 0))
@@ -70,11 +114,15 @@ def draw_chart(path: Path, theme: Theme, *, chart: Chart) -> None:
         _style(ax, theme)
         _draw_panel(ax, theme, panel)
         _draw_columns(ax, theme, chart.columns, panel)
-        if chart.line:
-            ax.axvline(chart.line[0], color=theme.muted, linewidth=1.2, linestyle=(0, (4, 3)))
+        if line:
+            ax.axvline(line, color=theme.muted, linewidth=1.2, linestyle=(0, (4, 3)))
     _draw_head(figure, theme, chart)
     _draw_legend(figure, theme, chart)
     figure.savefig(path, facecolor=theme.page, metadata={"Date": None})
+
+
+def _line(panel: Panel, chart: Chart) -> float | None:
+    return panel.line or (chart.line[0] if chart.line else None)
 
 
 def _group_height(group: Group) -> float:

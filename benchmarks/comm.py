@@ -59,14 +59,11 @@ class Shape:
     dtype: str = "bf16"
 
 
-def comm_suite(op: str, *, patterns: list[str]) -> Suite:
-    """The selected cases of a suite, for a process that torchrun started.
-
-    op: "ag_gemm", "gemm_rs" or "gemm_ar".  patterns: parts or globs of case names.
-    """
+def suite(*, op: str, patterns: list[str]) -> Suite:
+    """For a process that torchrun started.  op: "ag_gemm", "gemm_rs" or "gemm_ar"."""
     ranks = join()
-    measure = partial(_MEASURES[op], ranks=ranks)
-    return gpu_suite(op, shapes(op, ranks.size), measure, patterns=patterns, unit="us")
+    run = partial(_MEASURES[op], ranks=ranks)
+    return gpu_suite(op, shapes(op, ranks.size), run, patterns=patterns, unit="us")
 
 
 def shapes(op: str, size: int) -> list[Shape]:

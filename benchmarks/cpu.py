@@ -57,16 +57,15 @@ _TWO_RIVALS = ("transformers", "openvino")
 _CHECKED_INPUTS = 2 * rivals.BATCH_SIZE  # embedded by everyone before the clock starts
 
 
-def cpu_suite(sizes: Sizes, *, patterns: list[str], checkpoint: Path | None = None) -> Suite:
+def suite(*, patterns: list[str], model: Path | None = None, quick: bool = False) -> Suite:
     """The suite's selected cases.
 
-    patterns: parts or globs of case names; empty means all.
-    checkpoint: an encoder's folder to measure instead of MiniLM and the BERT-base shape.
-    Raises BytetxError where no case fits.
+    model: an encoder's folder to measure instead of MiniLM and the BERT-base shape.
+    quick: few texts and one round.  Raises OptionError where no case fits.
     """
-    names = [checkpoint.resolve().name] if checkpoint else ["minilm", "bert-base"]
-    known = [name for model in names for name in _case_names(model)]
-    if checkpoint is None:
+    names = [model.resolve().name] if model else ["minilm", "bert-base"]
+    known = [case for name in names for case in _case_names(name)]
+    if model is None:
         known += [GENERATE_CASE, SPARSE_CASE]
     if not any(is_selected(name, patterns) for name in known):
         raise none_fits(patterns, known)
@@ -74,7 +73,7 @@ def cpu_suite(sizes: Sizes, *, patterns: list[str], checkpoint: Path | None = No
         name="cpu",
         device=measure.device_name(),
         versions=rivals.versions((*RIVALS, "nncf")),
-        cases=_cases(sizes, patterns, checkpoint),
+        cases=_cases(QUICK if quick else Sizes(), patterns, model),
     )
 
 

@@ -25,7 +25,7 @@ from benchmarks.flash_attn3 import FlashAttention3
 from benchmarks.gpu import DTYPES, Gpu, Run, Work, gpu_suite, graph_us, num_rotated
 from benchmarks.lengths import dense, prefix_sums
 from benchmarks.right_runs import right_runs
-from benchmarks.suite import Measurement, Suite
+from benchmarks.suite import Measurement, Suite, measured
 from bytetx.ops.norm import rms_norm
 from bytetx.ops.paged import paged_attention
 from bytetx.ops.paged_plan import EarlyRead, plan_paged_attention
@@ -72,12 +72,8 @@ class Shape:
         return int(self.seqlens.sum())
 
 
-def decode_suite(*, patterns: list[str], fa3: Path | None = None) -> Suite:
-    """The suite's selected cases.
-
-    patterns: parts or globs of case names; empty means all.  fa3: FlashAttention-3's library.
-    Raises BytetxError where there is no GPU, no case fits, or the library does not load.
-    """
+def suite(*, patterns: list[str], fa3: Path | None = None) -> Suite:
+    """fa3: FlashAttention-3's library.  Raises BytetxError where it does not load."""
     cases: list[Shape | sampling.Shape] = [*shapes(), *sampling.shapes()]
     run = partial(_measure_any, fa3=flash_attn3.load(fa3))
     return gpu_suite("decode", cases, run, patterns=patterns, unit="us")
@@ -142,22 +138,17 @@ def measure(shape: Shape, gpu: Gpu, *, fa3: FlashAttention3 | None = None) -> Me
     found = graph_us(runs, calls=calls)
     work = work_of(shape)
     heads = shape.heads
-    return Measurement(
-        ours=found.pop("ours"),
-        rivals=found,
-        floor=gpu.rates.floor_us(work),
-        shape={
-            "batch_size": len(shape.seqlens),
-            "total_tokens": shape.total_tokens,
-            "max_kv_seqlen": int(shape.kv_seqlens.max()),
-            "num_heads": heads.num_heads,
-            "num_kv_heads": heads.num_kv_heads,
-            "head_dim": heads.head_dim,
-            "bytes": work.num_bytes,
-            "flop": work.flop,
-        },
-        notes=tuple(notes),
-    )
+    sizes = {
+        "batch_size": len(shape.seqlens),
+        "total_tokens": shape.total_tokens,
+        "max_kv_seqlen": int(shape.kv_seqlens.max()),
+        "num_heads": heads.num_heads,
+        "num_kv_heads": heads.num_kv_heads,
+        "head_dim": heads.head_dim,
+        "bytes": work.num_bytes,
+        "flop": work.flop,
+    }
+    return measured(found, gpu.rates.floor_us(work), sizes, notes)
 
 
 def work_of(shape: Shape) -> Work:

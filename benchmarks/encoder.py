@@ -4,13 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import packed_encoders
+from benchmarks import measure
+from benchmarks import packed_encoders as packed_rival
 from benchmarks.bert import (
     SIZES,
     Finish,
@@ -21,16 +23,22 @@ from benchmarks.bert import (
     finish_layer,
     random_bert,
 )
-from benchmarks.deberta import DEBERTA_SIZES
-from benchmarks.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, left_out, wall_us
+from benchmarks.gpu import DTYPES, Gpu, Work, cpu_suite, gpu_suite, graph_us, left_out, wall_us
 from benchmarks.lengths import Lengths, bytetransformer, dense
 from benchmarks.measure import encoder_flop
-from benchmarks.modernbert import MODERNBERT_SIZES, ModernBert
 from benchmarks.right_runs import right_runs
-from benchmarks.suite import Measurement, Suite
-from benchmarks.token_inputs import TokenInputs, WholeModel
-from benchmarks.whole_models import WHOLE_MODELS, load_whole_model
+from benchmarks.suite import Measurement, Suite, measured
+from benchmarks.whole_models import (
+    DEBERTA_SIZES,
+    MODERNBERT_SIZES,
+    WHOLE_MODELS,
+    ModernBert,
+    TokenInputs,
+    WholeModel,
+    load_whole_model,
+)
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.errors import OptionError
 from bytetx.nn.transformer import Transformer
 
 # ByteTransformer's kernels cannot run in this process. What its authors' program gave on an H200
@@ -53,6 +61,7 @@ _GRAPHS = (
     "packed-torch-compiled",
 )  # others: as launched
 FP8 = "fp8"
+_CPU_SIZES, _CPU_ROUNDS = ("modernbert-base", "deberta-v3-base"), 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +75,23 @@ class Shape:
     note: str | None = None
 
 
-def encoder_suite(*, patterns: list[str], packed_encoders_folder: Path | None = None) -> Suite:
-    """The suite's selected cases.
+def suite(
+    *, patterns: list[str], device: str = "cuda", packed_encoders: Path | None = None
+) -> Suite:
+    """device: cuda; or cpu, which runs whole models in fp32.  packed_encoders: where that package
+    is installed, if not in this environment.
 
-    patterns: parts or globs of case names; empty means all.  packed_encoders_folder: where that
-    package is installed, if not in this environment.
-    Raises BytetxError where there is no GPU, or no case fits.
+    Raises OptionError where it is not there.
     """
-    packed_encoders.check_folder(packed_encoders_folder)
-    packages = ("transformers", "disentangled-flash")
-    return gpu_suite(
-        "encoder",
-        shapes(),
-        Contest(packed_encoders_folder).measure,
-        patterns=patterns,
-        unit="ms",
-        packages=packages,
-    )
+    if packed_encoders is not None and device == "cpu":
+        raise OptionError("--packed-encoders needs a GPU; it goes with --device cuda")
+    packed_rival.check_folder(packed_encoders)
+    contest = Contest(packed_encoders)
+    options: dict[str, Any] = {"patterns": patterns, "unit": "ms"}
+    options["packages"] = ("transformers", "disentangled-flash")
+    if device == "cpu":
+        return cpu_suite("encoder", cpu_shapes(), contest.measure_on_cpu, **options)
+    return gpu_suite("encoder", shapes(), contest.measure, **options)
 
 
 def shapes() -> list[Shape]:
@@ -141,6 +150,22 @@ def shapes() -> list[Shape]:
     return base + table + fp8 + large + large_fp8 + modern + deberta
 
 
+def cpu_shapes() -> list[Shape]:
+    """Lengths of the same kinds as on a GPU, fewer of them."""
+    draw = Lengths()
+    lengths = {
+        "1x128": dense(128, 1),
+        "a06-512x8": draw.uniform(512, 8),
+        "ln128x32": draw.lognormal(128, 0.8, 32, 4, 512),
+        "mean-40x64": draw.lognormal(40, 0.65, 64, 4, 128),
+    }
+    return [
+        Shape(f"{size}-{name}", size, found, "fp32")
+        for size in _CPU_SIZES
+        for name, found in lengths.items()
+    ]
+
+
 class Contest:
     """Measures cases one after another; keeps one model at a time."""
 
@@ -162,21 +187,8 @@ class Contest:
         runs = right_runs(self._runs(shape, inputs), inputs, notes)
         found = graph_us({name: run for name, run in runs.items() if name in _GRAPHS})
         found |= {name: wall_us(run) for name, run in runs.items() if name not in _GRAPHS}
-        ours = found.pop("ours")
-        work = work_of(self.bert.spec, shape.lengths, DTYPES[shape.dtype])
-        return Measurement(
-            ours=ours / 1e3,
-            rivals={name: found[name] / 1e3 for name in runs if name in found},
-            floor=gpu.rates.floor_us(work) / 1e3,
-            shape={
-                "batch_size": len(shape.lengths),
-                "total_tokens": int(shape.lengths.sum()),
-                "max_seqlen": inputs.max_seqlen,
-                "flop": work.flop,
-                "mfu": round(work.flop / gpu.rates.gemm_flops / ours * 1e6, 3),
-            },
-            notes=tuple(notes),
-        )
+        found = {name: found[name] for name in runs}
+        return _measured(found, shape, self.bert.spec, gpu, notes)
 
     def _measure_fp8(self, shape: Shape, inputs: LayerInputs, gpu: Gpu) -> Measurement:
         """E4M3 against our own f16, both as replays of a graph."""
@@ -203,57 +215,59 @@ class Contest:
         work = work_of(
             spec, shape.lengths, torch.float16, fp8_speed=gpu.fp8_flops / gpu.rates.gemm_flops
         )
-        return Measurement(
-            ours=found["ours"] / 1e3,
-            rivals={"ours-fp16": found["ours-fp16"] / 1e3},
-            floor=gpu.rates.floor_us(work) / 1e3,
-            shape={
-                "batch_size": len(shape.lengths),
-                "total_tokens": int(shape.lengths.sum()),
-                "max_seqlen": inputs.max_seqlen,
-                "cosine": round(float(F.cosine_similarity(rows, expected).mean()), 5),
-            },
-        )
+        cosine = round(float(F.cosine_similarity(rows, expected).mean()), 5)
+        sizes = {**_sizes(shape), "cosine": cosine}
+        return measured(found, gpu.rates.floor_us(work), sizes, per=1e3)
 
     def _measure_whole(self, shape: Shape, gpu: Gpu) -> Measurement:
         """Ours as a replay of a graph, the rivals as their users run them; from token ids."""
-        if shape.size != self._size:
-            self._size, self._notes = shape.size, []
-            self.model: WholeModel = load_whole_model(
-                shape.size, DTYPES[shape.dtype], self._notes, device="cuda"
-            )
+        self._load_whole(shape, DTYPES[shape.dtype], device="cuda")
         notes = list(self._notes)
         inputs = TokenInputs(shape.lengths, vocab_size=self.model.spec.vocab_size)
         runs = right_runs(self.model.runs(inputs), None, notes)
         others = self._in_other_processes(inputs, runs["ours"], notes)
-        ours = graph_us({"ours": runs.pop("ours")})["ours"]
-        work = work_of(self.model.spec, shape.lengths, DTYPES[shape.dtype])
-        return Measurement(
-            ours=ours / 1e3,
-            rivals={name: wall_us(run) / 1e3 for name, run in runs.items()} | others,
-            floor=gpu.rates.floor_us(work) / 1e3,
-            shape={
-                "batch_size": len(shape.lengths),
-                "total_tokens": int(shape.lengths.sum()),
-                "max_seqlen": inputs.max_seqlen,
-                "flop": work.flop,
-                "mfu": round(work.flop / gpu.rates.gemm_flops / ours * 1e6, 3),
-            },
-            notes=tuple(notes),
+        found = graph_us({"ours": runs.pop("ours")})
+        found |= {name: wall_us(run) for name, run in runs.items()} | others
+        return _measured(found, shape, self.model.spec, gpu, notes)
+
+    def measure_on_cpu(self, shape: Shape) -> Measurement:
+        """Ours and the rivals in turn, from token ids to the last hidden states, in fp32."""
+        if self._load_whole(shape, torch.float32, device="cpu"):
+            self._gemm_flops = measure.gemm_flops(self.model.spec, torch.float32)
+        notes = list(self._notes)
+        inputs = TokenInputs(shape.lengths, vocab_size=self.model.spec.vocab_size, device="cpu")
+        runs = right_runs(self.model.runs(inputs), None, notes)
+        timed = {name: torch.inference_mode()(run) for name, run in runs.items()}
+        timing = measure.alternate(
+            timed.pop("ours"), timed, min_rounds=2, max_rounds=_CPU_ROUNDS, seconds=60.0
         )
+        flop = encoder_flop(self.model.spec, shape.lengths.tolist())
+        sizes = {
+            **_sizes(shape),
+            "rounds": timing.rounds,
+            "flop": flop,
+            "gemm_gflops": round(self._gemm_flops / 1e9),
+        }
+        found = {"ours": timing.ours, **timing.rivals}
+        return measured(found, flop / self._gemm_flops, sizes, notes, per=1e-3)
+
+    def _load_whole(self, shape: Shape, dtype: torch.dtype, *, device: str) -> bool:
+        """Whether the model is another one than before."""
+        if shape.size == self._size:
+            return False
+        self._size, self._notes = shape.size, []
+        self.model: WholeModel = load_whole_model(shape.size, dtype, self._notes, device=device)
+        return True
 
     @torch.inference_mode()
     def _in_other_processes(
         self, inputs: TokenInputs, ours: Callable[[], Tensor], notes: list[str]
     ) -> dict[str, float]:
-        """Milliseconds of the rivals that cannot share this process."""
+        """Microseconds of the rivals that cannot share this process."""
         if not isinstance(self.model, ModernBert):
             return {}
         folder = self._packed_encoders_folder
-        found = packed_encoders.measure(
-            self.model.padded, inputs, ours(), folder=folder, notes=notes
-        )
-        return {name: us / 1e3 for name, us in found.items()}
+        return packed_rival.measure(self.model.padded, inputs, ours(), folder=folder, notes=notes)
 
     def _load(self, shape: Shape) -> None:
         self._size, self._notes = shape.size, []
@@ -286,6 +300,24 @@ class Contest:
                 finish=finish,
             )
         return runs
+
+
+def _sizes(shape: Shape) -> dict[str, int | float | str]:
+    return {
+        "batch_size": len(shape.lengths),
+        "total_tokens": int(shape.lengths.sum()),
+        "max_seqlen": int(shape.lengths.max()),
+    }
+
+
+def _measured(
+    found_us: dict[str, float], shape: Shape, spec: ModelSpec, gpu: Gpu, notes: list[str]
+) -> Measurement:
+    """Milliseconds of every engine, and the share of the GEMM rate that ours reaches."""
+    work = work_of(spec, shape.lengths, DTYPES[shape.dtype])
+    mfu = round(work.flop / gpu.rates.gemm_flops / found_us["ours"] * 1e6, 3)
+    sizes = {**_sizes(shape), "flop": work.flop, "mfu": mfu}
+    return measured(found_us, gpu.rates.floor_us(work), sizes, notes, per=1e3)
 
 
 def work_of(

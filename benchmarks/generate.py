@@ -41,11 +41,7 @@ class Shape:
     note: str | None = None
 
 
-def generate_suite(*, patterns: list[str]) -> Suite:
-    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
-
-    Raises BytetxError where there is no GPU, or no case fits.
-    """
+def suite(*, patterns: list[str]) -> Suite:
     packages = ("transformers",)
     return gpu_suite("generate", shapes(), measure, patterns=patterns, unit="s", packages=packages)
 

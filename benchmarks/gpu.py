@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from benchmarks.measure import device_name
 from benchmarks.rivals import versions
 from benchmarks.suite import Case, Measurement, Suite, select
 from bytetx.errors import BytetxError
@@ -132,6 +133,21 @@ def gpu_suite(
         versions=versions(packages),
         cases=cases(),
     )
+
+
+def cpu_suite(
+    name: str,
+    shapes: Sequence[S],
+    measure: Callable[[S], Measurement],
+    *,
+    patterns: list[str],
+    unit: str,
+    packages: Sequence[str] = (),
+) -> Suite:
+    """The same on this machine's CPU."""
+    chosen = select(shapes, patterns, name=lambda shape: shape.name)
+    cases = (Case(shape.name, unit, shape.dtype, partial(measure, shape)) for shape in chosen)
+    return Suite(name, device_name(), versions(packages), cases)
 
 
 def num_rotated(bytes_per_call: int) -> int:

@@ -115,7 +115,7 @@ def shapes() -> list[Shape]:
     ]
 
 
-def grids_suite(*, patterns: list[str], machine: Machine | str | Path) -> Suite:
+def suite(*, patterns: list[str], machine: Machine | str | Path) -> Suite:
     """The selected cases on all GPUs.
 
     patterns: parts or globs of case names.  machine: as of bytetx.plan, best a file that

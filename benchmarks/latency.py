@@ -20,7 +20,7 @@ from benchmarks.encoder import work_of
 from benchmarks.gpu import DTYPES, Gpu, capture, gpu_suite, wall_us
 from benchmarks.lengths import dense
 from benchmarks.rivals import load_rivals
-from benchmarks.suite import Measurement, Suite
+from benchmarks.suite import Measurement, Suite, measured
 from bytetx.checkpoint.demo import demo_checkpoint
 from bytetx.cli.passages import Lognormal, english_passages
 
@@ -42,18 +42,12 @@ class Shape:
     dtype: str = "fp16"
 
 
-def latency_suite(*, patterns: list[str], checkpoint: Path | None = None) -> Suite:
-    """The suite's selected cases.
-
-    patterns: parts or globs of case names; empty means all.
-    checkpoint: an encoder's folder to measure instead of the demo checkpoint; it also lends its
-    tokenizer to the models of random weights.
-    Raises BytetxError where there is no GPU, or no case fits.
-    """
+def suite(*, patterns: list[str], model: Path | None = None) -> Suite:
+    """model: an encoder's folder to measure instead of the demo checkpoint; it also lends its
+    tokenizer to the models of random weights."""
     packages = ("transformers", "sentence-transformers")
-    return gpu_suite(
-        "latency", shapes(checkpoint), measure, patterns=patterns, unit="us", packages=packages
-    )
+    cases = shapes(model)
+    return gpu_suite("latency", cases, measure, patterns=patterns, unit="us", packages=packages)
 
 
 def shapes(checkpoint: Path | None) -> list[Shape]:
@@ -85,13 +79,8 @@ def _measure_text(shape: Shape, gpu: Gpu, checkpoint: Path) -> Measurement:
     runs |= {rival.name: partial(rival.embed, [text]) for rival in loaded.rivals}
     found = {name: _latency_us(run) for name, run in runs.items()}
     work = work_of(model.spec, dense(num_tokens, 1), dtype)
-    return Measurement(
-        ours=found.pop("ours"),
-        rivals=found,
-        floor=gpu.rates.floor_us(work),
-        shape={"tokens": num_tokens, "rounds": _ROUNDS},
-        notes=loaded.notes,
-    )
+    sizes = {"tokens": num_tokens, "rounds": _ROUNDS}
+    return measured(found, gpu.rates.floor_us(work), sizes, loaded.notes)
 
 
 @torch.inference_mode()
@@ -112,12 +101,8 @@ def _measure_layers(shape: Shape, gpu: Gpu, num_tokens: int) -> Measurement:
         "transformers": _latency_us(lambda: bert.model.encoder(padded, attention_mask=mask)),
         "packed-torch-graph": _latency_us(theirs.replay),
     }
-    return Measurement(
-        ours=found.pop("ours"),
-        rivals=found,
-        floor=gpu.rates.floor_us(work_of(bert.spec, lengths, dtype)),
-        shape={"tokens": num_tokens, "rounds": _ROUNDS},
-    )
+    floor = gpu.rates.floor_us(work_of(bert.spec, lengths, dtype))
+    return measured(found, floor, {"tokens": num_tokens, "rounds": _ROUNDS})
 
 
 def one_text(model: "bytetx.Model", num_tokens: int) -> tuple[str, int]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, num_rotated, sample_us_of
-from benchmarks.suite import Measurement, Suite
+from benchmarks.suite import Measurement, Suite, measured
 from bytetx.ops.gated import BLOCK, GatedWeight, gated_linear
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.linear_plan import GATED
@@ -62,11 +62,7 @@ class Operands:
     prepared: LinearWeight
 
 
-def linear_suite(*, patterns: list[str]) -> Suite:
-    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
-
-    Raises BytetxError where there is no GPU, or no case fits.
-    """
+def suite(*, patterns: list[str]) -> Suite:
     return gpu_suite("linear", shapes(), measure, patterns=patterns, unit="us")
 
 
@@ -108,13 +104,8 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
     }
     runs = {name: partial(in_turn, call) for name, call in calls_by_name.items()}
     found = graph_us(runs, calls=calls, sample_us=sample_us_of(work.flop))
-    return Measurement(
-        ours=found.pop("ours"),
-        rivals=found,
-        floor=gpu.rates.floor_us(work),
-        shape={"m": shape.m, "n": shape.n, "k": shape.k, "flop": work.flop},
-        notes=_NOTES,
-    )
+    sizes = {"m": shape.m, "n": shape.n, "k": shape.k, "flop": work.flop}
+    return measured(found, gpu.rates.floor_us(work), sizes, _NOTES)
 
 
 def work_of(shape: Shape) -> Work:

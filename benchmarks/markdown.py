@@ -1,10 +1,9 @@
-"""The README's tables, made from records: figures, rivals and ratios, device by device."""
+"""Tables of records as Markdown, which docs/figures.py writes into the pages."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.records import Record
-from bytetx.errors import BytetxError
 
 Records = Mapping[tuple[str, str], Record]  # of one device, by suite and case
 
@@ -86,25 +85,6 @@ GPU_ROWS = (
 )
 
 
-def markdown_tables(records: Iterable[Record]) -> str:
-    """A table for each device that has records of a README line, and one of ranges for CPUs.
-
-    records: of one file or of several; of two of the same case and device the later one counts.
-    Raises BytetxError where there is nothing to show.
-    """
-    devices: dict[str, dict[tuple[str, str], Record]] = {}
-    for record in sorted(records, key=lambda record: record.date):
-        devices.setdefault(record.device, {})[record.suite, record.case] = record
-    cpus = {name: own for name, own in devices.items() if _cpu_cases(own)}
-    parts = [_cpu_part(name, own) for name, own in cpus.items()]
-    if len(cpus) > 1:
-        parts.append(_range_table(cpus))
-    parts += [f"On {name}:\n\n{gpu_table(own)}" for name, own in devices.items() if _gpu_rows(own)]
-    if not parts:
-        raise BytetxError("the records hold no case that the README has a line for")
-    return "\n\n".join(parts)
-
-
 def _cpu_cases(records: Records) -> list[str]:
     return [case for case in _CPU_CASES if ("cpu", case) in records]
 
@@ -127,75 +107,9 @@ def cpu_table(records: Records, cases: Collection[str] = tuple(_CPU_CASES)) -> s
     return _table(["texts in, vectors out", "bytetx", *_CPU_RIVALS.values()], lines)
 
 
-def _cpu_part(device: str, records: Records) -> str:
-    head = f"Tokens a second on {device}{_gemm_rates(records)}; in brackets, bytetx's over the "
-    head += "rival's:"
-    return "\n\n".join([head, cpu_table(records), *_cpu_sentences(records)])
-
-
-def _gemm_rates(records: Records) -> str:
-    """The rate that oneDNN reached there, the largest of each dtype's cases."""
-    rates: dict[str, float] = {}
-    for record in records.values():
-        rate = float(record.shape.get("gemm_gflops", 0)) if record.suite == "cpu" else 0.0
-        if rate:
-            rates[record.dtype] = max(rate, rates.get(record.dtype, 0.0))
-    words = " and ".join(f"{rate:,.0f} GFLOP/s in {dtype}" for dtype, rate in rates.items())
-    return f" (GEMMs: {words})" if words else ""
-
-
-def _cpu_sentences(records: Records) -> list[str]:
-    """What stands below the table: peak memory, and generation."""
-    memory = {
-        dtype: records["cpu", case]
-        for dtype in ("fp32", "bf16")
-        if ("cpu", case := f"minilm-{dtype}-memory") in records
-    }
-    sentences = []
-    if memory:
-        lifts = " and ".join(f"{record.ours:.0f} MiB in {d}" for d, record in memory.items())
-        count = next(iter(memory.values())).shape["texts"]
-        sentences.append(f"Embedding {count} texts lifts peak memory by {lifts}.")
-    generated = records.get(("cpu", "gpt2-124m-fp32-generate"))
-    if generated is not None and "transformers" in generated.rivals:
-        faster = ratio_words(generated.ratio("transformers"))
-        sentences.append(
-            f"{generated.shape['new_tokens']} greedy tokens for each of "
-            f"{generated.shape['prompts']} ragged prompts (GPT-2's shape, fp32): {faster} "
-            "transformers' `generate` on one padded batch."
-        )
-    return sentences
-
-
-def _range_table(devices: Mapping[str, Records]) -> str:
-    """Rates and ratios from the lowest to the highest of all devices."""
-    lines = []
-    for case, words in _CPU_CASES.items():
-        found = [own["cpu", case] for own in devices.values() if ("cpu", case) in own]
-        if not found:
-            continue
-        cells = [words, _range([1e6 / record.ours for record in found], "{:,.0f}".format)]
-        for rival in _CPU_RIVALS:
-            names = [_rival_in(record, rival) for record in found]
-            pairs = zip(found, names, strict=True)
-            ratios = [record.ratio(name) for record, name in pairs if name is not None]
-            cells.append(_range(ratios, ratio_words) if ratios else "")
-        lines.append(cells)
-    head = f"How many times faster bytetx is, from the lowest to the highest of {len(devices)} "
-    head += f"processors ({'; '.join(devices)}):"
-    return f"{head}\n\n" + _table(
-        ["texts in, vectors out", "bytetx, tokens a second", *_CPU_RIVALS.values()], lines
-    )
-
-
 def _rival_in(record: Record, column: str) -> str | None:
     """The record's rival that stands in this column."""
     return next((n for n in (column, _INT8_RIVALS.get(column)) if n in record.rivals), None)
-
-
-def _range(values: Sequence[float], words: Callable[[float], str]) -> str:
-    low, high = words(min(values)), words(max(values))
-    return low if low == high else f"{low.removesuffix('×')} to {high}"
 
 
 def _gpu_rows(records: Records, rows: Sequence[Row] = GPU_ROWS) -> list[Row]:

@@ -1,8 +1,9 @@
 """Suite `maxsim`: ColBERT's scores of packed queries and documents, on a GPU or a CPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,11 +12,10 @@ from torch import Tensor
 
 import bytetx
 from benchmarks import measure as clocks
-from benchmarks.gpu import DTYPES, Gpu, Work, gpu_suite, wall_us_in_turn
+from benchmarks.gpu import DTYPES, Gpu, Work, cpu_suite, gpu_suite, wall_us_in_turn
 from benchmarks.lengths import Lengths, dense, prefix_sums
 from benchmarks.right_runs import right_runs
-from benchmarks.rivals import versions
-from benchmarks.suite import Case, Measurement, Suite, select
+from benchmarks.suite import Measurement, Suite, measured
 
 _DIM = 128  # of ColBERT's projection
 _QUERY_TOKENS = 32
@@ -40,25 +40,12 @@ class Shape:
         return int(self.query_seqlens.sum()) * int(self.seqlens.sum())
 
 
-def maxsim_suite(*, patterns: list[str]) -> Suite:
-    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
-
-    Raises BytetxError where there is no GPU, or no case fits.
-    """
-    return gpu_suite("maxsim", shapes(), measure, patterns=patterns, unit="us", packages=_PACKAGES)
-
-
-def maxsim_cpu_suite(*, patterns: list[str]) -> Suite:
-    """The suite on a CPU, in fp32 and smaller.  Raises BytetxError where no case fits."""
-    chosen = select(cpu_shapes(), patterns, name=lambda shape: shape.name)
-
-    def cases() -> Iterator[Case]:
-        gemm_flops = clocks.matmul_flops(torch.float32)
-        for shape in chosen:
-            run = partial(measure_cpu, shape, gemm_flops)
-            yield Case(shape.name, "us", shape.dtype, run)
-
-    return Suite("maxsim", clocks.device_name(), versions(_PACKAGES), cases())
+def suite(*, patterns: list[str], device: str = "cuda") -> Suite:
+    """device: cuda; or cpu, in fp32 and smaller."""
+    options: dict[str, Any] = {"patterns": patterns, "unit": "us", "packages": _PACKAGES}
+    if device == "cpu":
+        return cpu_suite("maxsim", cpu_shapes(), measure_cpu, **options)
+    return gpu_suite("maxsim", shapes(), measure, **options)
 
 
 def shapes() -> list[Shape]:
@@ -92,15 +79,20 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
     return _measurement(shape, found, floor, notes)
 
 
-def measure_cpu(shape: Shape, gemm_flops: float) -> Measurement:
-    """Ours and the rivals in turn.  gemm_flops: FLOP/s of this CPU."""
+def measure_cpu(shape: Shape) -> Measurement:
+    """Ours and the rivals in turn."""
     notes: list[str] = []
     runs = right_runs(make_runs(shape, "cpu"), None, notes)
     ours = runs.pop("ours")
     timing = clocks.alternate(ours, runs, min_rounds=2, max_rounds=5, seconds=30.0)
     found = {"ours": timing.ours * 1e6}
     found |= {name: seconds * 1e6 for name, seconds in timing.rivals.items()}
-    return _measurement(shape, found, work_of(shape).flop / gemm_flops * 1e6, notes)
+    return _measurement(shape, found, work_of(shape).flop / _gemm_flops() * 1e6, notes)
+
+
+@cache
+def _gemm_flops() -> float:
+    return clocks.matmul_flops(torch.float32)
 
 
 def work_of(shape: Shape) -> Work:
@@ -170,20 +162,14 @@ def _measurement(
     shape: Shape, found: dict[str, float], floor: float, notes: list[str]
 ) -> Measurement:
     """found: microseconds of ours and of the rivals; floor: microseconds."""
-    ours = found.pop("ours")
-    return Measurement(
-        ours=ours,
-        rivals=found,
-        floor=floor,
-        shape={
-            "queries": len(shape.query_seqlens),
-            "query_tokens": int(shape.query_seqlens.sum()),
-            "documents": len(shape.seqlens),
-            "document_tokens": int(shape.seqlens.sum()),
-            "max_seqlen": int(shape.seqlens.max()),
-            "dim": _DIM,
-            "flop": work_of(shape).flop,
-            "times_floor": round(ours / floor, 2),
-        },
-        notes=tuple(notes),
-    )
+    sizes = {
+        "queries": len(shape.query_seqlens),
+        "query_tokens": int(shape.query_seqlens.sum()),
+        "documents": len(shape.seqlens),
+        "document_tokens": int(shape.seqlens.sum()),
+        "max_seqlen": int(shape.seqlens.max()),
+        "dim": _DIM,
+        "flop": work_of(shape).flop,
+        "times_floor": round(found["ours"] / floor, 2),
+    }
+    return measured(found, floor, sizes, notes)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu import DTYPES, Gpu, Work, compile_rival, gpu_suite, graph_us
 from benchmarks.lengths import Lengths, prefix_sums
-from benchmarks.suite import Measurement, Suite
+from benchmarks.suite import Measurement, Suite, measured
 from bytetx.ops.embedding import embed
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import pool
@@ -49,11 +49,7 @@ class Contest:
     compiles: bool = True
 
 
-def norm_suite(*, patterns: list[str]) -> Suite:
-    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
-
-    Raises BytetxError where there is no GPU, or no case fits.
-    """
+def suite(*, patterns: list[str]) -> Suite:
     return gpu_suite("norm", shapes(), measure, patterns=patterns, unit="us")
 
 
@@ -74,17 +70,12 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
     runs = {name: partial(in_turn, op, contest.arguments) for name, op in ops.items()}
     found = graph_us(runs, calls=len(contest.arguments))
     work = Work(contest.num_bytes)
-    return Measurement(
-        ours=found.pop("ours"),
-        rivals=found,
-        floor=gpu.rates.floor_us(work),
-        shape={
-            "total_tokens": shape.tokens,
-            "hidden_size": shape.hidden_size,
-            "bytes": work.num_bytes,
-        },
-        notes=tuple(notes),
-    )
+    sizes = {
+        "total_tokens": shape.tokens,
+        "hidden_size": shape.hidden_size,
+        "bytes": work.num_bytes,
+    }
+    return measured(found, gpu.rates.floor_us(work), sizes, notes)
 
 
 def in_turn(op: Op, arguments: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import packed_encoders_process
 from benchmarks.rivals import quiet
-from benchmarks.token_inputs import TokenInputs
+from benchmarks.whole_models import TokenInputs
 from bytetx.errors import OptionError
 
 NAME = "packed-encoders"

@@ -1,182 +1,262 @@
-"""The README's pictures, drawn from the records: rates side by side, on light and on dark pages."""
+"""Pictures of the records: which cases they show, by which names, against which rivals."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from benchmarks.plot_gpu import draw_gpu
+from benchmarks.chart import OURS, Chart, Group, Panel, draw_chart, draw_themes
 from benchmarks.records import Record, of_one_device, read_records
-from benchmarks.theme import OURS, Theme, draw_themes
 from bytetx.errors import BytetxError
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# Inches: the picture, the words above and below the bars, a bar's row, the space between panels.
-_WIDTH, _HEAD, _FOOT, _ROW, _GAP = 9.6, 1.16, 0.5, 0.31, 0.42
-_LEFT, _RIGHT = 1.85, 1.5  # for the names; for the ratios
-_COLUMNS = (50, 96)  # points from the bars' end to the right edge of each column of ratios
-_BAR = 0.7  # of a row
 _NAMES = {"openvino": "OpenVINO", "openvino-nncf": "OpenVINO int8", "onnxruntime": "ONNX Runtime"}
-_PANELS = (("fp32", "float32"), ("bf16", "bfloat16"))
+_FLOOR = (1.0, "what this GPU's measured rates allow")
+_LINEAR_LAYERS = {
+    "base-qkv": "768 to 2304",
+    "base-attn-out": "768 to 768",
+    "base-ffn-in": "768 to 3072",
+    "base-ffn-out": "3072 to 768",
+    "large-qkv": "1024 to 3072",
+    "large-attn-out": "1024 to 1024",
+    "large-ffn-in": "1024 to 4096",
+    "large-ffn-out": "4096 to 1024",
+}
+# What follows each layer's GEMM in a BERT, of all that the suite measures at many tokens.
+_EPILOGUES = {"qkv": "bias", "attn-out": "residual", "ffn-in": "gelu", "ffn-out": "residual"}
+_LINEAR_TOKENS = (65536, 128)
 
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One engine's tokens/s; sorted_rate where it was also measured on texts sorted by length."""
-
-    name: str
-    rate: float
-    sorted_rate: float | None
+Records = dict[str, Record]  # of one suite, by case
 
 
 def draw(records_file: Path, *, device: str | None = None) -> list[Path]:
-    """Draws a file's records as .svg files beside it, for light and for dark pages; their paths.
+    """Draws each suite that has records and a picture as .svg files beside the records' file, for
+    light and for dark pages; returns their paths.
 
     device: a part of the name of the device to show, where the file has records of several.
     Raises BytetxError where matplotlib is missing, or records that a picture needs.
     """
-    records = of_one_device(read_records(records_file), device)
-    is_cpu = any(record.suite == "cpu" for record in records)
-    paths = _draw_cpu(records_file, records) if is_cpu else []
-    paths += draw_gpu(records_file, records)
+    every = of_one_device(read_records(records_file), device)
+    paths: list[Path] = []
+    for suite, make_chart in _CHARTS.items():
+        records = {r.case: r for r in every if r.suite == suite}
+        chart = make_chart(records) if records else None
+        if chart is not None and any(panel.groups for panel in chart.panels):
+            name = records_file.stem if suite == "cpu" else f"{records_file.stem}-{suite}"
+            paths += draw_themes(records_file.with_name(name), partial(draw_chart, chart=chart))
     if not paths:
         raise BytetxError(f"{records_file} holds no record that there is a picture of")
     return paths
 
 
-def _draw_cpu(records_file: Path, every: list[Record]) -> list[Path]:
-    """Draws the MiniLM cases as two .svg files beside the records' file; returns their paths."""
-    records = {record.case: record for record in every if record.suite == "cpu"}
-    panels = [(title, dtype, _bars(records, dtype)) for dtype, title in _PANELS]
-    return draw_themes(records_file.with_suffix(""), partial(_draw, panels=panels, records=records))
-
-
-def _bars(records: dict[str, Record], dtype: str) -> list[Bar]:
-    """Ours first, then the rivals, fastest first; sentence-transformers sorts by itself."""
-    arrival = records.get(_case(dtype))
-    if arrival is None:
-        raise BytetxError(
-            f"no record of case {_case(dtype)} to draw; run: "
-            f"python -m benchmarks cpu --record FILE --case minilm-{dtype}"
-        )
-    by_length = records.get(f"minilm-{dtype}-sorted")
-    sorted_values = {OURS: by_length.ours, **by_length.rivals} if by_length else {}
-    bars = [
-        Bar(name, 1e6 / value, 1e6 / sorted_values[name] if name in sorted_values else None)
-        for name, value in {OURS: arrival.ours, **arrival.rivals}.items()
-    ]
-    return [bars[0], *sorted(bars[1:], key=lambda bar: -bar.rate)]
-
-
-def _case(dtype: str) -> str:
-    return f"minilm-{dtype}-arrival"
-
-
-def _draw(
-    path: Path,
-    theme: Theme,
-    *,
-    panels: list[tuple[str, str, list[Bar]]],
-    records: dict[str, Record],
-) -> None:
-    from matplotlib.figure import Figure
-
-    rows = [len(bars) for _, _, bars in panels]
-    height = _HEAD + _FOOT + _ROW * sum(rows) + _GAP * (len(rows) - 1)  # inches
-    figure = Figure(figsize=(_WIDTH, height), facecolor=theme.page)
-    rates = [bar.sorted_rate or bar.rate for _, _, bars in panels for bar in bars]
-    floors = [floor for _, dtype, _ in panels if (floor := records[_case(dtype)].floor)]
-    widest = max(rates + [1e6 / floor for floor in floors])
-    top = height - _HEAD
-    for title, dtype, bars in panels:
-        top -= _ROW * len(bars)
-        box = (
-            _LEFT / _WIDTH,
-            top / height,
-            1 - (_LEFT + _RIGHT) / _WIDTH,
-            _ROW * len(bars) / height,
-        )
-        ax = figure.add_axes(box, xlim=(0, widest * 1.02))
-        top -= _GAP
-        _draw_bars(ax, theme, bars)
-        _draw_floor(ax, theme, records[_case(dtype)].floor)
-        ax.annotate(title, (0, 1), (-_LEFT * 72 + 12, 5), "axes fraction", "offset points",
-                    fontsize=10.5, fontweight="bold", color=theme.muted)  # fmt: skip
-        for column, words in zip(_COLUMNS, ("arrival", "sorted"), strict=True):
-            ax.annotate(words, (1, 1), (column, 5), "axes fraction", "offset points",
-                        ha="right", fontsize=9, color=theme.muted)  # fmt: skip
-    _draw_head(figure, theme, records[_case(panels[0][1])])
-    _draw_legend(figure, theme)
-    figure.savefig(path, facecolor=theme.page, metadata={"Date": None})
-
-
-def _draw_bars(ax: "Axes", theme: Theme, bars: list[Bar]) -> None:
-    for row, bar in enumerate(bars):
-        is_ours = bar.name == OURS
-        end = bar.rate
-        if bar.sorted_rate is not None and bar.sorted_rate > 1.03 * bar.rate:
-            end = bar.sorted_rate
-            ax.barh(row, end, height=_BAR, color=theme.faint)
-        ax.barh(row, bar.rate, height=_BAR, color=theme.ours if is_ours else theme.rival)
-        words = f"{bar.rate:,.0f}" + (f", sorted {end:,.0f}" if end > bar.rate else "")
-        colour, weight = (theme.ours, "bold") if is_ours else (theme.muted, "normal")
-        ax.annotate(words, (end, row), (6, 0), textcoords="offset points", va="center_baseline",
-                    fontsize=9.5, color=colour, fontweight=weight, backgroundcolor=theme.page,
-                    bbox={"facecolor": theme.page, "linewidth": 0, "pad": 1.5})  # fmt: skip
-        if not is_ours:
-            _draw_ratios(ax, theme, row, ours=bars[0], rival=bar)
-    ax.set_yticks(range(len(bars)), [_NAMES.get(bar.name, bar.name) for bar in bars], fontsize=10.5)
-    ax.set_ylim(len(bars) - 0.5, -0.5)
-    ax.set_facecolor(theme.page)
-    ax.spines[:].set_visible(False)
-    ax.tick_params(axis="both", length=0, labelcolor=theme.text, pad=8)
-    ax.tick_params(axis="x", labelbottom=False)
-    ax.get_yticklabels()[0].set(fontweight="bold", color=theme.ours)
-
-
-def _draw_ratios(ax: "Axes", theme: Theme, row: int, *, ours: Bar, rival: Bar) -> None:
-    """How many times faster ours is, in the two columns right of the bars."""
-    cells = [f"{ours.rate / rival.rate:.1f}×", ""]
-    if ours.sorted_rate is not None and rival.sorted_rate is not None:
-        cells[1] = f"{ours.sorted_rate / rival.sorted_rate:.1f}×"
-    for column, cell, colour in zip(_COLUMNS, cells, (theme.text, theme.muted), strict=True):
-        ax.annotate(cell, (1, row), (column, 0), ("axes fraction", "data"), "offset points",
-                    ha="right", va="center_baseline", fontsize=10.5, color=colour,
-                    fontweight="bold")  # fmt: skip
-
-
-def _draw_floor(ax: "Axes", theme: Theme, floor: float | None) -> None:
-    """A line where the layers' GEMMs and attention alone, at the measured GEMM rate, would end."""
-    if floor is not None:
-        ax.axvline(1e6 / floor, color=theme.muted, linewidth=1.2, linestyle=(0, (4, 3)), zorder=0)
-
-
-def _draw_head(figure: "Figure", theme: Theme, record: Record) -> None:
-    shape, height = record.shape, figure.get_figheight()
+def _cpu(records: Records) -> Chart:
+    """Tokens a second of MiniLM; sentence-transformers sorts by itself."""
+    panels = []
+    for dtype, title in (("fp32", "float32"), ("bf16", "bfloat16")):
+        case = f"minilm-{dtype}-arrival"
+        if case not in records:
+            raise BytetxError(
+                f"no record of case {case} to draw; run: "
+                f"python -m benchmarks cpu --record FILE --case minilm-{dtype}"
+            )
+        arrival, by_length = records[case], records.get(f"minilm-{dtype}-sorted")
+        own_sorted = _rate_bar(by_length.ours) if by_length else None
+        groups = [Group(OURS, [_rate_bar(arrival.ours), None, own_sorted], ["", ""])]
+        for name, value in sorted(arrival.rivals.items(), key=lambda item: item[1]):
+            is_sorted = by_length is not None and name in by_length.rivals
+            theirs = _rate_bar(by_length.rivals[name]) if by_length and is_sorted else None
+            ratios = [_ratio(arrival, name), _ratio(by_length, name) if by_length else ""]
+            groups.append(Group(_NAMES.get(name, name), [None, _rate_bar(value), theirs], ratios))
+        panels.append(Panel(title, groups, 1e6 / arrival.floor if arrival.floor else None))
+    shape = arrival.shape
     mean = float(shape["tokens"]) / float(shape["sequences"])
-    figure.text(0.16 / _WIDTH, 1 - 0.36 / height, "Tokens per second, strings in, vectors out",
-                fontsize=14, fontweight="bold", color=theme.text)  # fmt: skip
-    words = (
-        f"all-MiniLM-L6-v2 on {record.device}; {shape['sequences']} English texts of {mean:.0f} "
-        "tokens"
+    return Chart(
+        title="Tokens per second, strings in, vectors out",
+        subtitle=f"all-MiniLM-L6-v2 on {arrival.device}; {shape['sequences']} English texts of "
+        f"{mean:.0f} tokens",
+        panels=panels,
+        engines=(OURS, "texts as they arrive", "texts sorted by length first"),
+        columns=("arrival", "sorted"),
+        line=(0.0, "the machine's GEMM rate"),
+        ratios="bytetx is faster by",
     )
-    figure.text(0.16 / _WIDTH, 1 - 0.62 / height, words, fontsize=10, color=theme.muted)
-    figure.text(1 - (_RIGHT * 72 - _COLUMNS[1]) / 72 / _WIDTH, 1 - 0.78 / height,
-                "bytetx is faster by", fontsize=9, ha="right", color=theme.muted)  # fmt: skip
 
 
-def _draw_legend(figure: "Figure", theme: Theme) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    keys = [
-        Patch(color=theme.rival, label="texts as they arrive"),
-        Patch(color=theme.faint, label="texts sorted by length first"),
-        Line2D([], [], color=theme.muted, linestyle=(0, (4, 3)), label="the machine's GEMM rate"),
+def _attention(records: Records) -> Chart:
+    group = partial(_floor_group, rivals=("flash-attention-2",), unit="µs")
+    titles = {0: "fp16, 12 heads of 64", 1: "bf16, 16 heads of 128, causal"}
+    panels = [
+        Panel(title, [group(r) for r in records.values() if r.shape["causal"] == causal])
+        for causal, title in titles.items()
     ]
-    figure.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 0), ncols=3, frameon=False,
-                  fontsize=9, labelcolor=theme.muted, handlelength=1.6, columnspacing=1.4,
-                  borderaxespad=0.8)  # fmt: skip
+    return Chart(
+        title="Attention on packed sequences, as a fraction of what the GPU allows",
+        subtitle=f"{_device(records)}; times of one call from replays of a CUDA graph",
+        panels=[panel for panel in panels if panel.groups],
+        engines=(OURS, "FlashAttention-2 as torch ships it"),
+        columns=("FlashAttention-2",),
+        line=_FLOOR,
+    )
+
+
+def _encoder(records: Records) -> Chart:
+    sizes = {"base-": "BERT-base", "large-": "BERT-large"}
+    packed = "packed torch"
+    group = partial(_floor_group, rivals=(packed, "transformers"), unit="ms")
+
+    def with_best_packed(record: Record) -> Record:
+        values = [v for name, v in record.rivals.items() if name.startswith("packed-torch")]
+        best = {packed: min(values)} if values else {}
+        return replace(record, rivals=record.rivals | best)
+
+    panels = [
+        Panel(
+            title,
+            [
+                group(with_best_packed(record))
+                for case, record in records.items()
+                if case.startswith(size) and record.dtype == "fp16"
+            ],
+        )
+        for size, title in sizes.items()
+    ]
+    return Chart(
+        title="BERT's layers, as a fraction of what the GPU allows",
+        subtitle=f"{_device(records)}, fp16; sequences × their length in tokens",
+        panels=[panel for panel in panels if panel.groups],
+        engines=(OURS, "packed torch: FlashAttention-2, graph, torch.compile", "transformers"),
+        columns=(packed, "transformers"),
+        line=_FLOOR,
+    )
+
+
+def _linear(records: Records) -> Chart:
+    rivals = ("cublas-unfused", "cublas")
+
+    def panel(tokens: int) -> Panel:
+        groups = []
+        for layer, name in _LINEAR_LAYERS.items():
+            epilogue = _EPILOGUES[layer.partition("-")[2]]
+            record = records.get(f"{layer}-{tokens}-{epilogue}")
+            if record is not None:
+                label = f"{name}, {epilogue}"
+                groups.append(_floor_group(record, rivals=rivals, unit="µs", name=label))
+        return Panel(f"{tokens:,} tokens", groups)
+
+    panels = [panel(tokens) for tokens in _LINEAR_TOKENS]
+    return Chart(
+        title="GEMMs with what follows them, as a fraction of what the GPU allows",
+        subtitle=f"{_device(records)}, fp16; each with its bias",
+        panels=[panel for panel in panels if panel.groups],
+        engines=(OURS, "cuBLAS, and a second pass", "cuBLAS with the bias alone"),
+        columns=("two passes", "bias alone"),
+        line=_FLOOR,
+    )
+
+
+def _tp_layer(records: Records) -> Chart:
+    models = {
+        "gpt3": "GPT-3 175B",
+        "llama-70b": "Llama-70B",
+        "bert-large": "BERT-large",
+        "gpt2-xl": "GPT-2 XL",
+    }
+    rivals = ("cublas-nccl", "one-gpu")
+    by_size = sorted(records.values(), key=lambda record: record.shape["tp"])
+
+    def panel(model: str, title: str) -> Panel:
+        own = [r for r in by_size if r.case.startswith(f"tp{r.shape['tp']}-{model}-")]
+        group = partial(_floor_group, rivals=rivals, unit="µs")
+        return Panel(title, [group(r, name=f"{r.shape['tp']} GPUs, {_step(r)}") for r in own])
+
+    panels = [panel(model, title) for model, title in models.items()]
+    return Chart(
+        title="One layer on several GPUs, as a fraction of what overlap can reach",
+        subtitle=f"{_device(records)}, bf16; times from replays of a CUDA graph",
+        panels=[panel for panel in panels if panel.groups],
+        engines=(OURS, "cuBLAS, then NCCL", "bytetx on one GPU"),
+        columns=("cuBLAS, NCCL", "one GPU"),
+        line=(1.0, "the longer of computing and communicating alone"),
+    )
+
+
+def _step(record: Record) -> str:
+    """What the rows of a layer are."""
+    if record.shape["keys"]:
+        return f"decode {record.shape['batch_size']}"
+    tokens, count = int(record.shape["total_tokens"]), int(record.shape["batch_size"])
+    return f"{count} × {tokens / count:,.0f} tokens"
+
+
+def _text(records: Records) -> Chart | None:
+    """The demo checkpoint's cases; None where another model was measured."""
+    titles = {"minilm-strings": "strings in", "minilm-ids": "token ids in"}
+    shown = {title: records[case] for case, title in titles.items() if case in records}
+    if not shown:
+        return None
+    panels = []
+    for title, record in shown.items():
+        own = Group(OURS, [_rate_bar(record.ours), None], [""])
+        theirs = [
+            Group(name, [None, _rate_bar(value)], [_ratio(record, name)])
+            for name, value in sorted(record.rivals.items(), key=lambda item: item[1])
+        ]
+        panels.append(Panel(title, [own, *theirs]))
+    first = next(iter(shown.values()))
+    mean = float(first.shape["tokens"]) / float(first.shape["sequences"])
+    return Chart(
+        title="Texts per second, to vectors on the host",
+        subtitle=f"all-MiniLM-L6-v2, fp16, on {_device(records)}; English, {mean:.0f} tokens on "
+        "average",
+        panels=panels,
+        engines=(OURS, "what else a user would run"),
+        columns=("",),
+        ratios="bytetx is faster by",
+    )
+
+
+def _floor_group(
+    record: Record, *, rivals: Sequence[str], unit: str, name: str | None = None
+) -> Group:
+    """Bars as long as the fraction of the floor's rate that each reaches, with their times."""
+    assert record.floor is not None
+    values = [record.ours, *(record.rivals.get(rival) for rival in rivals)]
+    bars = [(record.floor / v, f"{_number(v)} {unit}") if v else None for v in values]
+    return Group(name or _lengths(record), bars, [_ratio(record, rival) for rival in rivals])
+
+
+def _lengths(record: Record) -> str:
+    """The sequences of a case: their number and their length in tokens."""
+    batch_size, total = int(record.shape["batch_size"]), int(record.shape["total_tokens"])
+    if batch_size * int(record.shape["max_seqlen"]) == total:
+        return f"{batch_size} × {total // batch_size}"
+    return f"{batch_size} × {total / batch_size:.0f} on average"
+
+
+def _rate_bar(us_per_text: float) -> tuple[float, str]:
+    rate = 1e6 / us_per_text
+    return rate, f"{rate:,.0f}"
+
+
+def _ratio(record: Record, rival: str) -> str:
+    if rival not in record.rivals:
+        return ""
+    ratio = record.ratio(rival)
+    return f"{ratio:.2f}×" if ratio < 2 else f"{ratio:.1f}×"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _device(records: Records) -> str:
+    return next(iter(records.values())).device
+
+
+_CHARTS: dict[str, Callable[[Records], Chart | None]] = {
+    "cpu": _cpu,
+    "attention": _attention,
+    "linear": _linear,
+    "encoder": _encoder,
+    "text": _text,
+    "tp_layer": _tp_layer,
+}

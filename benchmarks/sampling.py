@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import DTYPES, Gpu, Run, Work, graph_us, num_rotated
-from benchmarks.suite import Measurement
+from benchmarks.suite import Measurement, measured
 from bytetx.ops.sample_tokens import sample_tokens
 from bytetx.ops.sampling import Filters, is_bad_row, sample
 
@@ -70,10 +70,5 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
 
     runs = {"ours": in_turn(ours), "torch": in_turn(theirs)}
     found = graph_us(runs, calls=len(logits))
-    work = Work(num_bytes)
-    return Measurement(
-        ours=found.pop("ours"),
-        rivals=found,
-        floor=gpu.rates.floor_us(work),
-        shape={"batch_size": shape.num_rows, "vocab_size": _VOCABULARY, "bytes": num_bytes},
-    )
+    sizes = {"batch_size": shape.num_rows, "vocab_size": _VOCABULARY, "bytes": num_bytes}
+    return measured(found, gpu.rates.floor_us(Work(num_bytes)), sizes)

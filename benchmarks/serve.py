@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,7 +98,20 @@ class Load:
     rate: float | None = None
 
 
-def serve_suite(settings: Settings, *, patterns: list[str]) -> Suite:
+def suite(
+    *,
+    patterns: list[str],
+    rate: list[float] | None,
+    generators: int,
+    model: Path | None,
+    **given: Any,
+) -> Suite:
+    """given: more fields of Settings."""
+    settings = Settings(**given, rates=rate or (), num_generators=generators, checkpoint=model)
+    return suite_of(settings, patterns=patterns)
+
+
+def suite_of(settings: Settings, *, patterns: list[str]) -> Suite:
     """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
 
     Raises OptionError where no case fits or an option is wrong, BytetxError where a rival named is

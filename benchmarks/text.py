@@ -53,17 +53,11 @@ class Shape:
     dtype: str = "fp16"
 
 
-def text_suite(*, patterns: list[str], checkpoint: Path | None = None) -> Suite:
-    """The suite's selected cases.
-
-    patterns: parts or globs of case names; empty means all.
-    checkpoint: an encoder's folder to measure instead of the demo checkpoint.
-    Raises BytetxError where there is no GPU, or no case fits.
-    """
+def suite(*, patterns: list[str], model: Path | None = None) -> Suite:
+    """model: an encoder's folder to measure instead of the demo checkpoint."""
     packages = ("transformers", "sentence-transformers", "tokenizers", "flash-attn")
-    return gpu_suite(
-        "text", shapes(checkpoint), measure, patterns=patterns, unit="us/text", packages=packages
-    )
+    cases = shapes(model)
+    return gpu_suite("text", cases, measure, patterns=patterns, unit="us/text", packages=packages)
 
 
 def shapes(checkpoint: Path | None) -> list[Shape]:

@@ -52,8 +52,8 @@ class Shape:
     dtype: str = "bf16"
 
 
-def tp_layer_suite(*, patterns: list[str]) -> Suite:
-    """The selected cases, for a process that torchrun started."""
+def suite(*, patterns: list[str]) -> Suite:
+    """The cases, for a process that torchrun started."""
     size = dist.get_world_size()
     cases = shapes(size)
     largest = max(int(shape.lengths.sum()) for shape in cases)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -80,20 +80,6 @@ class Settings:
         for text in self.grids:
             parse_grid(text)
 
-    def options(self, ranks: int) -> list[str]:
-        """The words of the command that say the same, but for defaults."""
-        given = {"--device": self.device, "--ranks": ranks, "--dtype": self.dtype}
-        if self.device != "cpu":
-            del given["--ranks"]
-        given |= {"--shape": self.shape, "--tokens": self.tokens, "--seqlen": self.seqlen}
-        optional = {"--layers": self.layers, "--hidden": self.hidden}
-        given |= {name: value for name, value in optional.items() if value is not None}
-        if self.vocab != _VOCAB:
-            given["--vocab"] = self.vocab
-        words = [str(word) for pair in given.items() for word in pair]
-        words += [word for grid in self.grids for word in ("--grid", grid)]
-        return words if self.overlaps else [*words, "--no-overlap"]
-
     def config(self) -> GptConfig:
         """Raises OptionError for an unknown shape, or hidden features of no whole heads."""
         if self.shape not in SHAPES:
@@ -125,17 +111,22 @@ class Contestant:
     memory_mib: float
 
 
-def train_suite(settings: Settings, *, patterns: list[str]) -> Suite:
-    """The selected grids, for a process that torchrun started.
+def check(*, grid: list[str] | None, no_overlap: bool, **given: Any) -> Settings:
+    """The settings of the command line's options.  Raises OptionError for what cannot run."""
+    settings = Settings(**given, grids=tuple(grid or ()), overlaps=not no_overlap)
+    settings.check()
+    return settings
 
-    patterns: parts or globs of case names.  Raises OptionError for settings that cannot run.
-    """
+
+def suite(*, patterns: list[str], **given: Any) -> Suite:
+    """For a process that torchrun started.  given: as of check()."""
+    settings = check(**given)
     config, size = settings.config(), dist.get_world_size()
     name = f"{settings.shape}-l{config.num_layers}-h{config.hidden_size}-t{settings.tokens}"
     grids = [parse_grid(text) for text in settings.grids]
     grids = grids or [grid for grid in grids_of(size) if grid.x == 1]
     for grid in grids:
-        _check(grid, settings, size=size)
+        _check_grid(grid, settings, size=size)
     chosen = select(grids, patterns, name=lambda grid: f"{name}-{grid}")
 
     def cases() -> Iterator[Case]:
@@ -146,7 +137,7 @@ def train_suite(settings: Settings, *, patterns: list[str]) -> Suite:
     return Suite("train", _device_name(settings.device), versions(("axonn",)), cases())
 
 
-def _check(grid: Grid, settings: Settings, *, size: int) -> None:
+def _check_grid(grid: Grid, settings: Settings, *, size: int) -> None:
     if grid.size != size:
         raise OptionError(f"--grid {grid} has {grid.size} ranks, and {size} run")
     num_sequences, rest = divmod(settings.tokens, settings.seqlen)

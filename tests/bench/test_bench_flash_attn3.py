@@ -1,7 +1,6 @@
 """FlashAttention-3 as an optional rival: its arguments' order, pages, windows, and its absence."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import attention, decode, flash_attn3, gpu
-from benchmarks.cli import app
+from benchmarks.cli import app, command_of
 from benchmarks.flash_attn3 import FlashAttention3
 from benchmarks.lengths import prefix_sums
 from bytetx.ops.attention import varlen_attention
@@ -212,17 +211,9 @@ def test_a_library_that_is_none_is_one_line(suite: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suite", ["attention", "decode"])
-def test_the_option_is_in_the_recorded_command(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import cli
-
-    commands: list[str] = []
-
-    def keep(command: str, make_suite: Callable[..., object], **options: object) -> None:
-        commands.append(cli._command(command, ["ln128"]))
-
-    monkeypatch.setattr(cli, "_run_gpu", keep)
-    for words in ([], ["--fa3", "my folder/fa3.so"]):
-        CliRunner().invoke(app, [suite, *words])
+def test_the_option_is_in_the_recorded_command(suite: str) -> None:
+    given: list[dict[str, Path | None]] = [{}, {"fa3": Path("my folder/fa3.so")}]
+    commands = [command_of(suite, ["ln128"], options) for options in given]
     assert commands == [
         f"python -m benchmarks {suite} --case ln128",
         f"python -m benchmarks {suite} --fa3 'my folder/fa3.so' --case ln128",

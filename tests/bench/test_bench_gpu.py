@@ -345,7 +345,7 @@ def test_triton_is_measured_with_the_native_kernels_off(
     def suite(**_: object) -> Suite:
         return Suite("attention", "a GPU", {}, [Case("mean-9", "us", "fp16", measured)])
 
-    monkeypatch.setattr(attention, "attention_suite", suite)
+    monkeypatch.setattr(attention, "suite", suite)
     arguments = ["attention", "--record", str(tmp_path / "records.jsonl")]
     assert "--triton measures nothing here: " in failure(["--triton", *arguments])
     says = "--triton is for the suites of one GPU ("

@@ -67,7 +67,7 @@ def test_a_batch_of_one_text_leaves_slots_out(monkeypatch: pytest.MonkeyPatch) -
 def test_it_needs_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(BytetxError, match="two GPUs or more, and torch finds 1"):
-        grids.grids_suite(patterns=[], machine="h100-nvlink")
+        grids.suite(patterns=[], machine="h100-nvlink")
 
 
 def test_a_grid_is_faster_where_it_is_in_every_round() -> None:

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from benchmarks import packed_encoders
 from benchmarks.cli import app
-from benchmarks.modernbert import MODERNBERT_SIZES, ModernBert
-from benchmarks.token_inputs import TokenInputs
+from benchmarks.whole_models import MODERNBERT_SIZES, ModernBert, TokenInputs
 from bytetx.errors import OptionError
 
 pytest.importorskip("transformers")

@@ -9,10 +9,10 @@ from paths import ROOT
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
-from benchmarks.markdown import GPU_ROWS, markdown_tables
+from benchmarks.markdown import GPU_ROWS, cpu_table, gpu_table
 from benchmarks.measure import cpu_model
 from benchmarks.plot import draw
-from benchmarks.records import read_records, write_record
+from benchmarks.records import Record, read_records, write_record
 from bytetx.errors import BytetxError
 
 
@@ -54,20 +54,16 @@ def test_a_picture_shows_one_machine_and_names_it(tmp_path: Path) -> None:
     assert result.exit_code == 0 and path.with_suffix(".svg").read_text() == drawn[1]
 
 
-def test_tables_name_the_processor_and_give_ranges_of_several(tmp_path: Path) -> None:
-    path = tmp_path / "cpu.jsonl"
-    two_machines(path)
-    result = CliRunner().invoke(app, ["table", str(path), "--device", "family 26"])
-    assert result.exit_code == 0
-    assert "AMD EPYC family 26 model 2 (GEMMs: 500 GFLOP/s in fp32 and 500" in result.output
-    line = "| MiniLM fp32, as they come | **20,000** |  |  |  | 5,000 (4.0×) |"
-    assert line in result.output and "family 25" not in result.output
-    every = markdown_tables(read_records(path))
-    assert "| MiniLM fp32, as they come | **10,000** |  |  |  | 1,250 (8.0×) |" in every
-    assert "| MiniLM fp32, as they come | 10,000 to 20,000 |  |  |  | 4.0 to 8.0× |" in every
-    assert "of 2 processors (AMD EPYC family 26 model 2; AMD EPYC family 25 model 1)" in every
-    result = CliRunner().invoke(app, ["table", str(path), "--device", "H200"])
-    assert result.exit_code == 1 and "named like 'H200'" in " ".join(result.output.split())
+def test_a_table_gives_tokens_a_second_and_ratios() -> None:
+    record = replace(RECORD, rivals={"transformers": 200.0, "openvino-nncf": 60.0})
+    table = cpu_table({("cpu", record.case): record})
+    assert table.splitlines()[-1] == (
+        "| MiniLM fp32, as they come | **20,000** | 16,667 (1.20×) |  |  | 5,000 (4.0×) |"
+    )
+
+
+def table_of(record: Record) -> str:
+    return gpu_table({(record.suite, record.case): record})
 
 
 def test_a_gpu_s_table_quotes_the_strongest_rival() -> None:
@@ -77,20 +73,17 @@ def test_a_gpu_s_table_quotes_the_strongest_rival() -> None:
         "sentence-transformers-fa2-1024": 100.0,
     }
     record = replace(RECORD, suite="text", case="minilm-strings", unit="us/text", device="a GPU")
-    older = replace(record, ours=1.0, date="2025-01-01T00:00:00Z")
-    table = markdown_tables([replace(record, ours=12.5, rivals=rivals), older])
-    assert table.startswith("On a GPU:\n\n| what | bytetx | best rival |  |\n| --- | --: |")
+    table = table_of(replace(record, ours=12.5, rivals=rivals))
+    assert table.startswith("| what | bytetx | best rival |  |\n| --- | --: |")
     assert table.endswith(
         "| **80 k texts/s** | sentence-transformers, FlashAttention-2 unpadded, batches of 1024: "
         "10 k | 8.0× |"
     )
     layers = replace(RECORD, suite="encoder", case="base-ln128x256", unit="ms", ours=9.0)
     layers = replace(layers, rivals={"transformers": 63.0, "packed-torch-compiled": 13.5})
-    lines = markdown_tables([layers]).splitlines()[-2:]
+    lines = table_of(layers).splitlines()[-2:]
     assert lines[0].endswith("| **9 ms** | packed torch 13.5 | 1.50× |")
     assert lines[1].endswith("padded batch |  | transformers 63 | 7.0× |")
-    with pytest.raises(BytetxError, match="no case that the README has a line for"):
-        markdown_tables([replace(RECORD, suite="norm")])
 
 
 def test_every_line_of_the_readme_s_gpu_table_is_a_case_of_its_suite() -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks import serve
 from benchmarks.cli import app
-from benchmarks.serve import Contest, Load, Settings, generate_load, serve_suite
+from benchmarks.serve import Contest, Load, Settings, generate_load, suite_of
 from benchmarks.serve_load import Plan, Stream, arrivals, merged, percentile, run
 from benchmarks.serve_servers import Command, Server, ServerError, request_body, running
 from bytetx.errors import OptionError
@@ -287,13 +287,13 @@ def test_a_server_is_ready_when_it_says_so_and_is_stopped(tmp_path: Path) -> Non
 def test_options_are_checked_before_anything_starts(tmp_path: Path) -> None:
     settings = Settings("cpu")
     with pytest.raises(OptionError, match="fp32, fp16, bf16, got 'int3'"):
-        serve_suite(replace(settings, dtype="int3"), patterns=[])
+        suite_of(replace(settings, dtype="int3"), patterns=[])
     with pytest.raises(OptionError, match="minilm-real-64x1.*minilm-queries-beside-documents"):
-        serve_suite(settings, patterns=["no-such-case"])
+        suite_of(settings, patterns=["no-such-case"])
     with pytest.raises(OptionError, match="cannot be run: No such file"):
-        serve_suite(replace(settings, infinity_python=tmp_path / "python"), patterns=[])
+        suite_of(replace(settings, infinity_python=tmp_path / "python"), patterns=[])
     names = [
-        case.name for case in serve_suite(replace(settings, rates=(5.0,)), patterns=["rate"]).cases
+        case.name for case in suite_of(replace(settings, rates=(5.0,)), patterns=["rate"]).cases
     ]
     assert names == ["minilm-real-rate-5", "minilm-ln128-rate-5", "minilm-query-rate-5"]
     answer = CliRunner().invoke(app, ["serve", "--case", "nothing"])

@@ -95,7 +95,7 @@ def test_rivals_that_fail_or_differ_are_noted(like: Path, monkeypatch: pytest.Mo
 
 def test_suites_list_the_case() -> None:
     assert [shape.name for shape in text.shapes(None)][-1] == "splade-base-strings"
-    suite = cpu.cpu_suite(cpu.QUICK, patterns=[cpu.SPARSE_CASE])
+    suite = cpu.suite(patterns=[cpu.SPARSE_CASE], quick=True)
     assert suite.name == "cpu" and cpu.SPARSE_CASE == "bert-base-fp32-splade"
     assert np.isin("sparse-encoder", sparse.CPU_RIVALS)
 

@@ -215,7 +215,7 @@ def test_each_option_makes_its_own_table(
         return [f"{tuner} writes {path} for {patterns}"]
 
     monkeypatch.setattr(f"benchmarks.{tuner}.{tuner}", tune)
-    monkeypatch.setattr("benchmarks.ranks.this_rank", lambda: 0)
+    monkeypatch.setattr("benchmarks.ranks.this_rank", lambda device: 0)
     monkeypatch.setattr(comm, "join", lambda: None)
     result = CliRunner().invoke(app, [*arguments, "table.json", "--case", "gpt3"])
     assert result.output == f"{tuner} writes table.json for ['gpt3']\n"

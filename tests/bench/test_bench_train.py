@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from benchmarks import train
+from benchmarks.cli import command_of
 from benchmarks.train import SHAPES, Settings
 from bytetx.errors import OptionError
 
@@ -45,8 +47,11 @@ def test_wrong_options_say_what_to_do(settings: Settings, message: str) -> None:
 
 
 def test_the_command_of_a_record_says_all_options() -> None:
-    settings = Settings(layers=2, hidden=128, grids=("z2", "y2"), overlaps=False)
-    words = settings.options(ranks=4)
+    given = {"device": "cpu", "ranks": 4, "layers": 2, "hidden": 128, "grid": ["z2", "y2"]}
+    words = command_of("train", [], given | {"no_overlap": True}).split()
     assert words[words.index("--ranks") + 1] == "4" and words[-1] == "--no-overlap"
     assert words.count("--grid") == 2 and "--vocab" not in words
+    assert "--ranks" not in command_of("train", [], {"device": "cuda", "ranks": 4})
+    settings = train.check(grid=["z2"], no_overlap=True, layers=2, hidden=128)
+    assert settings.grids == ("z2",) and not settings.overlaps
     assert settings.config().num_heads == 2 and SHAPES["gpt2-small"][0] == 12

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import deberta, encoder, encoder_cpu, gpu, modernbert, token_inputs, whole_models
+from benchmarks import encoder, gpu, whole_models
 from benchmarks.cli import app
 from benchmarks.measure import encoder_flop
 from benchmarks.records import read_records
@@ -41,15 +41,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every whole model in a tiny size."""
     pads = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     special = pads | {"cls_token_id": 1, "sep_token_id": 2}
-    monkeypatch.setitem(modernbert.MODERNBERT_SIZES, "modernbert-base", TINY | special)
-    monkeypatch.setitem(deberta.DEBERTA_SIZES, "deberta-v3-base", TINY)
+    monkeypatch.setitem(whole_models.MODERNBERT_SIZES, "modernbert-base", TINY | special)
+    monkeypatch.setitem(whole_models.DEBERTA_SIZES, "deberta-v3-base", TINY)
 
 
 def test_names_of_cases_are_unique_on_both_devices() -> None:
-    for module in (encoder, encoder_cpu):
-        shapes = module.shapes()
+    for shapes in (encoder.shapes(), encoder.cpu_shapes()):
         assert len({shape.name for shape in shapes}) == len(shapes)
-    longest = [s.lengths.max() for s in encoder.shapes() if s.size in deberta.DEBERTA_SIZES]
+    longest = [s.lengths.max() for s in encoder.shapes() if s.size in whole_models.DEBERTA_SIZES]
     assert len(longest) == 4 and max(longest) == 512  # what the model has positions for
 
 
@@ -58,7 +57,7 @@ def test_names_of_cases_are_unique_on_both_devices() -> None:
 def test_every_engine_runs_the_same_whole_model(size: str) -> None:
     notes: list[str] = []
     model = whole_models.load_whole_model(size, torch.float32, notes, device="cpu")
-    inputs = token_inputs.TokenInputs(LENGTHS, vocab_size=100, device="cpu")
+    inputs = whole_models.TokenInputs(LENGTHS, vocab_size=100, device="cpu")
     runs = model.runs(inputs)
     assert list(runs)[0] == "ours" and set(runs) == RIVALS[size] | {"ours"}
     with torch.inference_mode():
@@ -69,7 +68,7 @@ def test_every_engine_runs_the_same_whole_model(size: str) -> None:
 
 
 def test_padded_batches_keep_the_order_and_every_token() -> None:
-    inputs = token_inputs.TokenInputs(LENGTHS, vocab_size=100, device="cpu")
+    inputs = whole_models.TokenInputs(LENGTHS, vocab_size=100, device="cpu")
     batches = inputs.padded(4)
     assert [tuple(batch.input_ids.shape) for batch in batches] == [(4, 300), (4, 80), (1, 2)]
     assert all(torch.equal(batch.mask > 0, batch.input_ids > 0) for batch in batches)
@@ -81,10 +80,10 @@ def test_a_missing_package_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(model: torch.nn.Module, *, backend: str) -> None:
         raise ModuleNotFoundError("No module named 'disentangled_flash'")
 
-    monkeypatch.setitem(deberta.DEBERTA_SIZES, "deberta-v3-base", TINY)
-    monkeypatch.setattr(deberta, "_disentangled_flash", missing)
+    monkeypatch.setitem(whole_models.DEBERTA_SIZES, "deberta-v3-base", TINY)
+    monkeypatch.setattr(whole_models, "_disentangled_flash", missing)
     notes: list[str] = []
-    model = deberta.Deberta("deberta-v3-base", torch.float32, notes, device="cpu")
+    model = whole_models.Deberta("deberta-v3-base", torch.float32, notes, device="cpu")
     assert model.packed is None
     assert [note.partition(":")[0] for note in notes] == ["disentangled-flash-packed left out"]
 
@@ -106,8 +105,9 @@ def test_flop_of_disentangled_attention_by_hand(terms: str, num_terms: int) -> N
 @pytest.mark.usefixtures("tiny")
 def test_suite_on_a_cpu_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record_file = tmp_path / "cpu.jsonl"
-    small = [encoder_cpu.Shape(f"{size}-tiny", size, LENGTHS[:3], max_rounds=2) for size in MODELS]
-    monkeypatch.setattr(encoder_cpu, "shapes", lambda: small)
+    small = [encoder.Shape(f"{size}-tiny", size, LENGTHS[:3], "fp32") for size in MODELS]
+    monkeypatch.setattr(encoder, "cpu_shapes", lambda: small)
+    monkeypatch.setattr(encoder, "_CPU_ROUNDS", 2)
     monkeypatch.setattr("benchmarks.measure._RATE_ROWS", (32,))
     words = ["encoder", "--device", "cpu", "--record", str(record_file)]
     result = CliRunner().invoke(app, words)
