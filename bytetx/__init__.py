@@ -17,6 +17,7 @@ from bytetx.errors import (
     OptionError,
     QueueFullError,
     StepError,
+    TooLargeError,
     TooLongError,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "QueueFullError",
     "SamplingParams",
     "StepError",
+    "TooLargeError",
     "TooLongError",
     "__version__",
     "load",

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any, Literal, TypeVar
@@ -15,18 +15,19 @@ import torch
 
 from bytetx.arguments import check_draft_size, check_integer, check_positive, check_seconds
 from bytetx.checkpoint.chat_template import checked_options
-from bytetx.encode.engine import EncodeEngine, StepStats
+from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.request import Span
 from bytetx.errors import DeadlineError
 from bytetx.model import Model
 from bytetx.requests.prompts import Prompt, is_chat
 from bytetx.sampling_params import SamplingParams
+from bytetx.tasks.async_stats import AsyncStats, engine_stats
 from bytetx.tasks.call import Call
 from bytetx.tasks.call_run import CallRun
 from bytetx.tasks.chunks import Overflow
 from bytetx.tasks.embed_all import AllEmbeddings
 from bytetx.tasks.futures import in_own_thread
-from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread
+from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread, PromptGroup
 from bytetx.tasks.grouped_run import GroupedRun
 from bytetx.tasks.options import OnError, Pairs, Texts
 from bytetx.tasks.precision import Precision
@@ -45,59 +46,6 @@ _EMBED_OPTIONS = {
 }
 # Options with which texts are cut or results depend on all texts, or that read an adapter first.
 _CUT_OR_JOINED = {"task", "overflow", "stride", "precision", "ranges"}
-
-
-_COUNTS: tuple[str, ...] = ("num_done", "num_failed", "num_dropped", "num_refused", "total_tokens")
-_COUNTS += ("padded_tokens", "num_steps", "num_draft_tokens", "num_accepted_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class AsyncStats:
-    """What an AsyncModel does now, and what it has done since it was made.
-
-    num_queued, queued_tokens: texts that wait, those that are tokenised among them.  num_running:
-    texts in forward passes.  num_calls: calls that are not answered.  num_generating: prompts.
-    tokens_per_second: of the last forward passes.  num_done, num_failed, num_dropped: texts that
-    have a result, an error, or were cancelled or late.  num_refused: calls with a QueueFullError.
-    total_tokens, padded_tokens, num_steps: sums over all forward passes.
-    num_draft_tokens, num_accepted_tokens: of generation, drafted tokens and those that were right.
-    recent: the last forward passes, oldest first.
-    """
-
-    num_queued: int = 0
-    queued_tokens: int = 0
-    num_running: int = 0
-    num_calls: int = 0
-    num_generating: int = 0
-    tokens_per_second: float = 0.0
-    num_done: int = 0
-    num_failed: int = 0
-    num_dropped: int = 0
-    num_refused: int = 0
-    total_tokens: int = 0
-    padded_tokens: int = 0
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    recent: Sequence[StepStats] = ()
-
-    @classmethod
-    def total(cls, every: Sequence["AsyncStats"]) -> "AsyncStats":
-        """Sums over several models, and the last forward passes of all, oldest first."""
-        sums = {
-            name: sum(getattr(one, name) for one in every)
-            for name in cls.__dataclass_fields__
-            if name != "recent"
-        }
-        steps = (step for one in every for step in one.recent)
-        return cls(**sums, recent=sorted(steps, key=lambda step: step.time))
-
-    def since(self, start: "AsyncStats") -> "AsyncStats":
-        """The same with the counts and forward passes since `start`, an earlier one."""
-        counts = {name: getattr(self, name) - getattr(start, name) for name in _COUNTS}
-        seen = start.recent[-1].time if start.recent else 0.0
-        recent = [step for step in self.recent if step.time > seen]
-        return replace(self, **counts, recent=recent)
 
 
 class AsyncModel:
@@ -137,6 +85,8 @@ class AsyncModel:
         self._model, self._max_queued_requests = model, max_queued_requests
         self._max_queued_tokens = max_queued_tokens
         self._max_window_texts = max(max_queued_requests // 4, 1)
+        self._is_bounded = False
+        self._group: PromptGroup | None = None
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)
         self._engines = {
@@ -168,6 +118,16 @@ class AsyncModel:
         """The same queue for texts and pairs that lose their beginning where they are truncated."""
         view = copy(self)
         view._model = self._model._cutting_left()
+        return view
+
+    def _bounded(self, group: PromptGroup | None = None) -> "AsyncModel":
+        """The same queue for calls that get a TooLargeError where they exceed its limits alone.
+
+        Calls that others wait beside would be refused for ever, and admitted by luck.
+        group: of the prompts that are given to `generate`; None is one for each.
+        """
+        view = copy(self)
+        view._is_bounded, view._group = True, group
         return view
 
     @property
@@ -202,7 +162,7 @@ class AsyncModel:
 
     def stats(self) -> AsyncStats:
         """What runs and waits now, totals, and the last forward passes of one-pass tasks."""
-        engines = [_engine_stats(engine) for engine in self._engines.values()]
+        engines = [engine_stats(engine) for engine in self._engines.values()]
         num_draft_tokens, num_accepted_tokens = self._generation.draft_counts
         return replace(
             AsyncStats.total(engines),
@@ -626,6 +586,7 @@ class AsyncModel:
             is_chat=is_chat(prompt),
             priority=priority,
             timeout_s=timeout_s,
+            group=(self._group or PromptGroup()) if self._is_bounded else None,
         )
 
     async def _run_task(
@@ -656,6 +617,7 @@ class AsyncModel:
             token_budget=model.token_budget,
             max_window_texts=self._max_window_texts,
             priority=priority,
+            is_bounded=self._is_bounded,
         )
         if timeout_s is None:
             return await run.result()
@@ -671,7 +633,7 @@ class AsyncModel:
     def reserved(self, num_texts: int, tokens: int) -> Iterator[None]:
         """Counts a caller's own work on texts against the limits of the queue while it runs.
 
-        Raises QueueFullError where they are reached.
+        Raises QueueFullError where they are reached, TooLargeError where it exceeds them alone.
         """
         with self._engines[self._model._runner].reserve(num_texts, tokens):
             yield
@@ -679,22 +641,3 @@ class AsyncModel:
     async def _in_thread(self, function: Callable[[], T]) -> T:
         self._engines[self._model._runner].check_open()
         return await asyncio.to_thread(function)
-
-
-def _engine_stats(engine: EncodeEngine) -> AsyncStats:
-    counts, recent = engine.counts()
-    return AsyncStats(
-        num_queued=engine.num_queued,
-        queued_tokens=engine.queued_tokens,
-        num_running=engine.num_running,
-        num_calls=engine.num_calls,
-        tokens_per_second=engine.tokens_per_second,
-        num_done=counts.num_done,
-        num_failed=counts.num_failed,
-        num_dropped=counts.num_dropped,
-        num_refused=counts.num_refused,
-        total_tokens=counts.total_tokens,
-        padded_tokens=counts.padded_tokens,
-        num_steps=counts.num_steps,
-        recent=recent,
-    )

@@ -25,6 +25,10 @@ class TooLongError(InputError):
     """A text with more tokens than the model has positions, where truncation was not asked for."""
 
 
+class TooLargeError(InputError):
+    """A call with more texts or tokens than a queue ever holds: it has to be divided."""
+
+
 class StepError(InputError, RuntimeError):
     """A text whose forward pass failed on the device. Other texts are not affected."""
 

@@ -20,7 +20,13 @@ from bytetx.encode.request import Failure, Requests
 from bytetx.encode.request_queue import QueuedCall, RequestQueue, Taken
 from bytetx.encode.shared_pass import Part, SharedPass, join_requests
 from bytetx.encode.step import is_head
-from bytetx.errors import ClosedError, DeviceLostError, ForkError, QueueFullError
+from bytetx.errors import (
+    ClosedError,
+    DeviceLostError,
+    ForkError,
+    QueueFullError,
+    TooLargeError,
+)
 from bytetx.runtime.forking import OwnProcess, computing
 
 # Steps that a device has: one runs while the next one waits behind it.
@@ -142,16 +148,21 @@ class EncodeEngine:
 
     # What callers use, from any thread.
 
-    def open(self, call: OpenCall, num_texts: int, tokens: int) -> None:
+    def open(
+        self, call: OpenCall, num_texts: int, tokens: int, *, is_bounded: bool = False
+    ) -> None:
         """Registers a call whose first texts are about to be tokenised.
 
-        tokens: a guess.  Raises QueueFullError, or why the engine takes no calls.
+        tokens: a guess.  is_bounded: refuse what is more than the limits even if nothing waits.
+        Raises QueueFullError, TooLargeError, or why the engine takes no calls.
         """
         if self._thread is not None:
             self._process.check("an AsyncModel that was used")
         with self._changed:
             if self._is_closing:
                 raise self._closed_error()
+            if is_bounded:
+                self._check_size(num_texts, tokens)
             self._check_room(num_texts, tokens, num_calls=call.num_calls)
             if self._thread is None:
                 self._process = OwnProcess()
@@ -164,10 +175,11 @@ class EncodeEngine:
     def reserve(self, num_texts: int, tokens: int) -> Iterator[None]:
         """Counts work without a forward pass, such as tokenising alone, as texts that are read.
 
-        Raises QueueFullError, or why the engine takes no calls.
+        Raises QueueFullError, TooLargeError, or why the engine takes no calls.
         """
         with self._changed:
             self.check_open()
+            self._check_size(num_texts, tokens)
             self._check_room(num_texts, tokens, num_calls=1)
             self._num_reading += num_texts
             self._reading_tokens += tokens
@@ -293,6 +305,20 @@ class EncodeEngine:
                 *(getattr(self._counts, name) for name in EngineCounts.__dataclass_fields__)
             )
             return counts, list(self.recent)
+
+    def _check_size(self, num_texts: int, tokens: int) -> None:
+        """Raises TooLargeError for what would be refused whenever anything else waits."""
+        if num_texts > self._max_requests:
+            raise TooLargeError(
+                f"{num_texts} texts are more than may wait at all, which is {self._max_requests} "
+                "(max_queued_requests): send fewer at a time"
+            )
+        if tokens > self.max_queued_tokens:
+            raise TooLargeError(
+                f"{num_texts} texts with about {tokens} tokens are more than may wait at all, "
+                f"which is {self.max_queued_tokens} tokens (max_queued_tokens): send fewer or "
+                "shorter texts at a time"
+            )
 
     def _check_room(self, num_texts: int, tokens: int, *, num_calls: int) -> None:
         queued, queued_tokens = self.num_queued, self.queued_tokens

@@ -24,6 +24,16 @@ _PART_BYTES = 1 << 18
 _CHARACTERS_PER_TOKEN = 8
 # The answer to a token of /tokenize takes some 70 bytes and 300 while it is made.
 _TOKENIZE_PART = 4
+_ENTRY_BYTES = 512  # of an entity, the largest entry of a result's rows
+
+
+def _num_bytes(outcome: Outcome) -> int:
+    """About what a result takes."""
+    size = sum(array.nbytes for array in outcome.arrays)
+    for row in outcome.rows or ():
+        is_list = isinstance(row, list | tuple | dict)
+        size += len(row) if isinstance(row, str) else _ENTRY_BYTES * (len(row) if is_list else 1)
+    return size
 
 
 async def run(
@@ -33,6 +43,7 @@ async def run(
     exchange.facts = facts
     backend = exchange.site.ready_backend()
     outcome = await backend.run(Call(facts.name, task, inputs, options))
+    exchange.result_bytes += _num_bytes(outcome)
     exchange.timings = outcome.timings.added(exchange.timings)
     return outcome
 

@@ -10,6 +10,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+ABORT = "bytetx.abort"  # the scope's extension that drops the client
 KEEP_ALIVE_S = 75  # that a connection may be idle between requests
 HEAD_S = 20.0  # from the first byte, or the connection, to the end of the headers
 BODY_S = 30.0  # from there to the end of the body
@@ -208,6 +209,11 @@ class Connection(HttpToolsProtocol):
         super().send_400_response(msg)
 
     # What the parser calls; an error here ends the connection with 400.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        extensions: dict[str, Any] = {ABORT: self.transport.abort}
+        self.scope["extensions"] = extensions
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))

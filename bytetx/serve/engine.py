@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
 from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
 from bytetx.tasks.futures import forward
+from bytetx.tasks.generation_stream import PromptGroup
 from bytetx.tasks.rerank import YES_NO_FAMILIES
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.search import similarity as similarity_of
@@ -96,6 +98,8 @@ class LocalBackend:
         self.is_healthy = True
         self._on_lost = on_lost
         self._groups = EmbedGroups()
+        # Of requests with several prompts, each of which is a call; gone with the last of them.
+        self._prompt_groups = WeakValueDictionary[str, PromptGroup]()
 
     @property
     def served(self) -> Sequence[ServedModel]:
@@ -126,6 +130,9 @@ class LocalBackend:
         try:
             options = dict(call.options)
             prompt = _prompt(call.inputs, options.pop("chat_template_kwargs", None))
+            name, group = options.pop("group", None), PromptGroup()
+            if name is not None:
+                group = self._prompt_groups.setdefault(name, group)
             params = SamplingParams(**_sampling(options))
             logprobs = defaultdict[int, OutputLogprobs](
                 lambda: OutputLogprobs(
@@ -135,7 +142,7 @@ class LocalBackend:
                     keeps_stop=params.include_stop_str_in_output,
                 )
             )
-            async with aclosing(served.model.generate(prompt, params)) as outputs:
+            async with aclosing(served.model._bounded(group).generate(prompt, params)) as outputs:
                 async for output in outputs:
                     if output.error is not None:
                         raise output.error

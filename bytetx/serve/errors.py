@@ -14,6 +14,7 @@ from bytetx.errors import (
     DeviceLostError,
     QueueFullError,
     StepError,
+    TooLargeError,
     TooLongError,
 )
 
@@ -120,6 +121,8 @@ def as_serve_error(error: Exception) -> ServeError | None:
         return ServeError("backend", message)
     if isinstance(error, DeviceLostError | ClosedError):
         return ServeError("unhealthy", message, retry_after_s=5)
+    if isinstance(error, TooLargeError):
+        return ServeError("too_large", message)
     if isinstance(error, BytetxError):
         kind = "limit" if isinstance(error, TooLongError) else "validation"
         return ServeError(kind, message.replace("pass truncate=True", "set truncate"))

@@ -24,7 +24,7 @@ from bytetx.errors import shown
 from bytetx.serve.access_log import answered
 from bytetx.serve.calls import ModelFacts, Timings
 from bytetx.serve.client import ClientLeftError, WhileConnected
-from bytetx.serve.connections import BODY_S
+from bytetx.serve.connections import ABORT, BODY_S
 from bytetx.serve.errors import ServeError, Style, as_serve_error, style_of
 from bytetx.serve.fields import Fields, refusal, unknown_fields
 from bytetx.serve.records import Finished
@@ -39,6 +39,8 @@ _BODY_SECONDS = BODY_S
 _REST_SECONDS = 5.0  # for the body of a request that is refused before it has come
 # A longer body is parsed in a thread: one of 2 MB takes some 50 ms.
 MAX_INLINE_BYTES = 1 << 15
+# Sockets take an answer of so many bytes at once, whoever reads it.
+_SENT_BYTES = 1 << 16
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _MAX_KEY = 80  # characters of a key in an error
 _DOCS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
@@ -69,6 +71,7 @@ class Exchange(Request):
     first_token_seconds: float | None = None
     token_seconds: float | None = None
     num_ignored_fields: int = 0
+    result_bytes: int = 0  # of results, as long as the answer is written from them
 
 
 Endpoint = Callable[..., Awaitable[Response]]
@@ -180,13 +183,12 @@ class Gateway:
         if not route.is_limited:
             return await _call(route, exchange)
         site.ready_backend()
-        exchange.body_bytes = await _read_body(
-            exchange.receive, headers, limit=site.settings.payload_limit_bytes
-        )
+        exchange.body_bytes = await _read_body(exchange, headers)
         exchange.is_body_read = True
         site.ready_backend()  # which may have begun to drain meanwhile
         most = site.settings.max_concurrent_requests
         if site.num_running >= most:
+            site.drop_slow_reader()  # for the next one
             raise ServeError(
                 "overloaded",
                 f"{most} requests are being answered, which is --max-concurrent-requests; try "
@@ -198,7 +200,7 @@ class Gateway:
             body = None if route.body is None else await parse(exchange, route.body)
             async with WhileConnected(exchange.receive):
                 response = await _call(route, exchange, body)
-            return _Counted(response, site)
+            return _Counted(response, exchange)
         except BaseException:
             site.num_running -= 1
             raise
@@ -243,18 +245,38 @@ class Gateway:
 
 
 class _Counted(Response):
-    """An answer that counts as a running request until all of it is sent."""
+    """An answer that counts as a running request, with its memory, until all of it is sent."""
 
-    def __init__(self, inner: Response, site: Site):
-        self._inner, self._site = inner, site
+    def __init__(self, inner: Response, exchange: Exchange):
+        """Raises ServeError where the answers that are being sent are too much."""
+        self._inner, self._site = inner, exchange.site
         self.status_code = inner.status_code
         self.raw_headers = inner.raw_headers
+        body = getattr(inner, "body", None)  # of one that is written before it is sent
+        self._body = body if body is not None and len(body) > _SENT_BYTES else None
+        size = exchange.result_bytes if body is None else len(body)
+        if size > _SENT_BYTES:
+            abort = (exchange.scope.get("extensions") or {}).get(ABORT)
+            self._site.hold_answer(self, size, abort)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._inner(scope, receive, send)
+            if self._body is None:
+                await self._inner(scope, receive, send)
+            else:
+                await self._send_parts(memoryview(self._body), send)
         finally:
             self._site.num_running -= 1
+            self._site.release_answer(self)
+
+    async def _send_parts(self, body: memoryview, send: Send) -> None:
+        """Each waits until the client has read most of the one before it."""
+        start = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **start})
+        for first in range(0, len(body), _SENT_BYTES):
+            part, is_last = body[first : first + _SENT_BYTES], first + _SENT_BYTES >= len(body)
+            message = {"type": "http.response.body", "body": bytes(part), "more_body": not is_last}
+            await send(message)
 
 
 def _docs_send(exchange: Exchange) -> Send:
@@ -278,33 +300,46 @@ async def _call(route: Route, exchange: Exchange, body: BaseModel | None = None)
     return await route.endpoint(body, exchange)
 
 
-async def _read_body(receive: Receive, headers: Mapping[bytes, bytes], *, limit: int) -> bytes:
-    """Raises ServeError where it is longer than limit bytes, or takes too long to arrive."""
+async def _read_body(exchange: Exchange, headers: Mapping[bytes, bytes]) -> bytes:
+    """Raises ServeError where it is too long, takes too long to arrive, or where too much of other
+    bodies has arrived."""
+    limit = exchange.site.settings.payload_limit_bytes
     given = headers.get(b"content-length")
     if given is not None and given.isdigit() and int(given) > limit:
         raise _too_large(limit)
     try:
         async with asyncio.timeout(_BODY_SECONDS):
-            return await _read_parts(receive, limit=limit)
+            return await _read_parts(exchange, limit=limit)
     except TimeoutError as error:
         raise ServeError(
             "timeout", f"the body did not arrive within {_BODY_SECONDS:g} s"
         ) from error
 
 
-async def _read_parts(receive: Receive, *, limit: int) -> bytes:
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeftError
-        part = message.get("body", b"")
-        parts.append(part)
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+async def _read_parts(exchange: Exchange, *, limit: int) -> bytes:
+    parts, size, held = [], 0, 0
+    try:
+        has_more = True
+        while has_more:
+            part, has_more = await _next_part(exchange.receive)
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+            if has_more and size > MAX_INLINE_BYTES:  # a small body always has room
+                exchange.site.hold_body(size - held)
+                held = size
+        return b"".join(parts)
+    finally:
+        exchange.site.release_body(held)
+
+
+async def _next_part(receive: Receive) -> tuple[bytes, bool]:
+    """(the next bytes of a body, whether more come)"""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientLeftError
+    return message.get("body", b""), message.get("more_body", False)
 
 
 def _too_large(limit: int) -> ServeError:
@@ -322,9 +357,12 @@ async def _discard_body(exchange: Exchange, headers: Mapping[bytes, bytes], *, l
     has_body = length != b"0" or b"transfer-encoding" in headers
     if not has_body or b"expect" in headers or (length.isdigit() and int(length) > limit):
         return
-    with suppress(ServeError, ClientLeftError, TimeoutError):
+    size, has_more = 0, True
+    with suppress(ClientLeftError, TimeoutError):
         async with asyncio.timeout(_REST_SECONDS):
-            await _read_parts(exchange.receive, limit=limit)
+            while has_more and size <= limit:
+                part, has_more = await _next_part(exchange.receive)
+                size += len(part)
 
 
 async def parse(exchange: Exchange, model: type[M], body: bytes | None = None) -> M:

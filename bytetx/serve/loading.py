@@ -47,7 +47,8 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         num_speculative_tokens=settings.num_speculative_tokens,
     )
     logger.info("loaded %s: %r", source.name, model)
-    return ServedModel(facts, queue, LeftTruncation(model.tokenizer), TokenTexts(model.tokenizer))
+    left, texts = LeftTruncation(model.tokenizer), TokenTexts(model.tokenizer)
+    return ServedModel(facts, queue._bounded(), left, texts)
 
 
 async def warm_up(backend: LocalBackend) -> None:
@@ -55,28 +56,30 @@ async def warm_up(backend: LocalBackend) -> None:
 
     The full one shows at the start, and not under load, whether a step fits the memory.
     """
-    for facts in backend.models:
-        for call in _warm_up_calls(facts):
+    for served in backend.served:
+        facts, (_, most_tokens) = served.facts, served.model.queue_limits
+        for call in _warm_up_calls(facts, most_tokens=most_tokens):
             await backend.run(call)
         if facts.main_task == "generate":
-            prompt = _filler(facts, 4)
+            prompt = _filler(facts, min(4, most_tokens))
             options = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
             async for _ in backend.generate(Call(facts.name, "generate", prompt, options)):
                 pass
         logger.info("%s is warm", facts.name)
 
 
-def _warm_up_calls(facts: ModelFacts) -> list[Call]:
-    """Token ids, so that lengths are what they should be."""
+def _warm_up_calls(facts: ModelFacts, *, most_tokens: int) -> list[Call]:
+    """Token ids, so that lengths are what they should be; most_tokens: of a call."""
     task = facts.main_task
     if task == "generate":
         return []
     if task == "rerank" and "classify" not in facts.tasks:  # a causal reranker reads texts
         return [Call(facts.name, "rerank", ["warm", ["up"]], {"truncate": True})]
     task = "classify" if task == "rerank" else task
-    most, budget = facts.max_tokens, int(facts.info["token_budget"])
+    most = min(facts.max_tokens, most_tokens)
+    budget = min(int(facts.info["token_budget"]), most_tokens)
     num_texts = max(1, budget // most) if str(facts.info["device"]).startswith("cuda") else 1
-    short, full = [_filler(facts, 8)], [_filler(facts, most)] * num_texts
+    short, full = [_filler(facts, min(8, most))], [_filler(facts, most)] * num_texts
     return [Call(facts.name, task, inputs, {"truncate": True}) for inputs in (short, full)]
 
 

@@ -13,11 +13,12 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from bytetx.async_model import AsyncStats, StepStats
+from bytetx.encode.engine import StepStats
 from bytetx.serve.engine import ServedModel
 from bytetx.serve.records import Finished
 from bytetx.serve.settings import ServeSettings
 from bytetx.serve.status import StatusWindow
+from bytetx.tasks.async_stats import AsyncStats
 
 _SECONDS = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -74,7 +75,10 @@ class Generation:
         """(the choice's number, its next piece), of all prompts at once."""
         site = self.exchange.site
         backend = site.ready_backend()
-        calls = [Call(self.facts.name, "generate", p, self.options) for p in self.prompts]
+        options = self.options
+        if len(self.prompts) > 1:  # each is a call, and the limits are those of the request
+            options = options | {"group": uuid.uuid4().hex}
+        calls = [Call(self.facts.name, "generate", p, options) for p in self.prompts]
         site.open_logprobs(self.num_logprobs)
         try:
             async with aclosing(_merged([backend.generate(call) for call in calls])) as merged:
@@ -311,6 +315,14 @@ def _start(
     exchange: Exchange, facts: ModelFacts, prompts: Sequence[Any], options: dict[str, Any]
 ) -> Generation:
     exchange.facts = facts
+    num_outputs, most = options["n"] * len(prompts), exchange.site.settings.max_queued_requests
+    if num_outputs > most:
+        raise ServeError(
+            "too_large",
+            f"{num_outputs} outputs (n x prompts) are more than may be open at all, which is "
+            f"{most} (--max-queued-requests): lower n, or send fewer prompts at a time",
+            param="n",
+        )
     price = _settle_max_tokens(facts, options, num_prompts=len(prompts))
     return Generation(exchange, facts, prompts, options, options["n"], price)
 

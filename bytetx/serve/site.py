@@ -2,9 +2,10 @@
 
 import asyncio
 import hmac
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from bytetx.errors import shown
 from bytetx.serve.calls import Backend, ModelFacts
@@ -18,16 +19,30 @@ T = TypeVar("T")
 Phase = Literal["starting", "ready", "draining"]
 
 _NUM_THREADS = 2
+# Of bodies that have come in part, of all requests; or four bodies, where that is more.
+_BODY_BYTES = 1 << 28
+# Of results whose answers are being sent, of all requests. One alone may be larger.
+_ANSWER_BYTES = 1 << 29
+_READING_S = 10.0  # that a client may take for its answer while others need the room
 _NOT_READY = {
     "starting": "the server is loading its models; try again soon",
     "draining": "the server is shutting down; send the request to another one",
 }
 
 
+class _HeldAnswer(NamedTuple):
+    """A result that is being sent, since when, and what drops its client."""
+
+    num_bytes: int
+    since: float
+    abort: Callable[[], None] | None
+
+
 class Site:
     """One of a process. `phase` goes from starting to ready to draining.
 
     backend: None until the models are loaded.  num_running: requests that are being answered.
+    body_bytes, answer_bytes: of bodies that have come in part, and of results that are being sent.
     """
 
     def __init__(
@@ -38,6 +53,8 @@ class Site:
         self.phase: Phase = "starting"
         self.num_running = 0
         self._num_logprobs = 0
+        self.body_bytes = self.answer_bytes = 0
+        self._answers: dict[object, _HeldAnswer] = {}  # in the order of their beginning
         self._said: set[Hashable] = set()
         self._keys = [key.encode() for key in settings.api_keys]
         # Its own, for asyncio's threads may all wait for templates.
@@ -89,6 +106,56 @@ class Site:
 
     def close_logprobs(self, count: int) -> None:
         self._num_logprobs -= count
+
+    def hold_body(self, num_bytes: int) -> None:
+        """Counts bytes of a body that is still arriving, until release_body; ServeError where all
+        bodies have too many."""
+        most = max(_BODY_BYTES, 4 * self.settings.payload_limit_bytes)
+        if self.body_bytes + num_bytes > most:
+            raise ServeError(
+                "overloaded",
+                f"bodies of {self.body_bytes:,} bytes have come in part, and the most at a time is "
+                f"{most:,}: try again soon",
+                retry_after_s=1,
+            )
+        self.body_bytes += num_bytes
+
+    def release_body(self, num_bytes: int) -> None:
+        self.body_bytes -= num_bytes
+
+    def hold_answer(self, key: object, num_bytes: int, abort: Callable[[], None] | None) -> None:
+        """Counts a result until release_answer. Where all are too much, clients that have read
+        their answers for long are dropped; ServeError where that is not enough.
+
+        abort: drops the client.
+        """
+        now = time.monotonic()
+        while self.answer_bytes and self.answer_bytes + num_bytes > _ANSWER_BYTES:
+            if not self.drop_slow_reader():
+                raise ServeError(
+                    "overloaded",
+                    f"answers of {self.answer_bytes:,} bytes are being sent, this one has "
+                    f"{num_bytes:,}, and the most at a time is {_ANSWER_BYTES:,}: try again soon, "
+                    "or ask for less at a time",
+                    retry_after_s=1,
+                )
+        self._answers[key] = _HeldAnswer(num_bytes, now, abort)
+        self.answer_bytes += num_bytes
+
+    def release_answer(self, key: object) -> None:
+        """An answer that was dropped, or is not counted, is passed over."""
+        held = self._answers.pop(key, None)
+        self.answer_bytes -= 0 if held is None else held.num_bytes
+
+    def drop_slow_reader(self) -> bool:
+        """Drops the client that has read its answer for longest; False where none has for long."""
+        latest = time.monotonic() - _READING_S
+        for key, held in self._answers.items():
+            if held.abort is not None and held.since <= latest:
+                self.release_answer(key)
+                held.abort()
+                return True
+        return False
 
     def check_key(self, authorization: bytes | None) -> None:
         """Raises ServeError without one of the keys, in a time that does not depend on it."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from bytetx.async_model import AsyncStats
 from bytetx.serve.calls import Timings
 from bytetx.serve.engine import ServedModel
+from bytetx.tasks.async_stats import AsyncStats
 
 WINDOW_S = 120.0
 _MOST_ANSWERS = 20_000  # of the window; above that, the latest ones

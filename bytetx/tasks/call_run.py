@@ -45,11 +45,14 @@ class CallRun(Generic[T]):
         token_budget: int,
         max_window_texts: int,
         priority: int,
+        is_bounded: bool = False,
     ):
+        """is_bounded: refuse first texts that are more than the queue takes, even an empty one."""
         reader = replace(call.reader, max_chunk_tokens=engine.max_queued_tokens)
         call = replace(call, reader=reader)
         self._call, self._engine, self._pool = call, engine, pool
         self._token_budget, self._max_window_texts = token_budget, max_window_texts
+        self._is_bounded = is_bounded
         sink = call.new_sink(num_texts(check_iterable("texts", call.texts)))
         self._sink = sink
         merge, task = call.merge, call.task
@@ -90,7 +93,7 @@ class CallRun(Generic[T]):
         while (found := pull() if is_list else await in_own_thread(pull)) is not None:
             window, tokens = found
             if is_first:
-                self._engine.open(self.open, len(window), tokens)
+                self._engine.open(self.open, len(window), tokens, is_bounded=self._is_bounded)
             else:
                 await self._engine.wait(self.open, below_tokens=sys.maxsize, after_reading=True)
                 while not self._has_room(len(window), tokens, limit):

@@ -5,10 +5,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from threading import Condition, Lock
 
 from bytetx.encode.request import RunStats
-from bytetx.errors import ClosedError, DeadlineError, QueueFullError
+from bytetx.errors import ClosedError, DeadlineError, QueueFullError, TooLargeError
 from bytetx.generate.async_engine import AsyncEngine
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.outputs import RequestOutput
@@ -16,6 +17,19 @@ from bytetx.runtime.forking import OwnProcess
 from bytetx.sampling_params import SamplingParams
 
 _RETRY_S = 1.0
+
+
+@dataclass(slots=True, weakref_slot=True)
+class PromptGroup:
+    """What the prompts of one request have in all, each output's counted.
+
+    A group that exceeds a limit by itself is refused, even if nothing else is open.
+    """
+
+    num_outputs: int = 0
+    num_tokens: int = 0
+
+
 _NUM_READERS = 2
 
 
@@ -64,16 +78,24 @@ class GenerationThread:
         return self._engine is not None and self._engine.is_broken
 
     @contextmanager
-    def opened(self, num_outputs: int) -> Iterator[None]:
+    def opened(self, num_outputs: int, group: PromptGroup | None) -> Iterator[None]:
         """Around a prompt. Raises QueueFullError where too much is open beside it, or ClosedError.
 
-        A prompt alone is never too much.
+        A prompt alone is never too much, unless it is of a group: TooLargeError.
         """
         if self._process is not None:
             self._process.check("an AsyncModel that was used")
         with self._changed:
             if self._is_closed:
                 raise _closed()
+            if group is not None:
+                group.num_outputs += num_outputs
+                if group.num_outputs > self._max_outputs:
+                    raise TooLargeError(
+                        f"the request has {group.num_outputs} outputs (n x prompts) or more, and "
+                        f"at most {self._max_outputs} may be open (max_queued_requests): lower n, "
+                        "or send fewer prompts at a time"
+                    )
             if self.num_open and self._num_outputs + num_outputs > self._max_outputs:
                 raise _full(
                     f"{self.num_open} prompts are open with {self._num_outputs} outputs, and at "
@@ -90,12 +112,20 @@ class GenerationThread:
                 self._changed.notify_all()
 
     @contextmanager
-    def holding(self, num_tokens: int) -> Iterator[None]:
+    def holding(self, num_tokens: int, group: PromptGroup | None) -> Iterator[None]:
         """Around a prompt's time in the engine; errors as of `opened`.
 
         num_tokens: of the prompt, for each of its outputs.
         """
         with self._changed:
+            if group is not None:
+                group.num_tokens += num_tokens
+                if group.num_tokens > self._max_tokens:
+                    raise TooLargeError(
+                        f"the prompts of the request have {group.num_tokens} tokens or more, each "
+                        f"output's counted (n), and at most {self._max_tokens} may be open "
+                        "(max_queued_tokens): lower n, or send fewer or shorter prompts at a time"
+                    )
             if self._num_tokens and self._num_tokens + num_tokens > self._max_tokens:
                 raise _full(
                     f"the open prompts have {self._num_tokens} tokens, each output's counted, this "
@@ -136,11 +166,15 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
         is_chat: bool,
         priority: int,
         timeout_s: float | None,
+        group: PromptGroup | None,
     ):
-        """read_prompt: the prompt's token ids; it runs in a thread, as does building the engine."""
+        """read_prompt: the prompt's token ids; it runs in a thread, as does building the engine.
+
+        group: of the request, for GenerationThread.
+        """
         self._is_chat = is_chat
         self._thread, self._read_prompt, self._params = thread, read_prompt, params
-        self._priority, self._timeout_s = priority, timeout_s
+        self._priority, self._timeout_s, self._group = priority, timeout_s, group
         self._pieces: AsyncGenerator[RequestOutput, None] | None = None
         self._start = self._read = self._first = self._last = 0.0
         self._num_tokens = 0
@@ -185,14 +219,14 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
             await self._pieces.aclose()
 
     async def _run(self) -> AsyncGenerator[RequestOutput, None]:
-        with self._thread.opened(self._params.n):
+        with self._thread.opened(self._params.n, self._group):
             reader = self._thread.readers[self._is_chat]
             loop = asyncio.get_running_loop()
             token_ids = await loop.run_in_executor(reader, self._read_prompt)
             self._read = time.perf_counter()
             self.num_prompt_tokens = len(token_ids)
             engine = await asyncio.to_thread(self._thread.engine)
-            with self._thread.holding(len(token_ids) * self._params.n):
+            with self._thread.holding(len(token_ids) * self._params.n, self._group):
                 outputs = engine.generate(token_ids, self._params, priority=self._priority)
                 async with aclosing(outputs) as pieces:
                     async for piece in pieces:

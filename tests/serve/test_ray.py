@@ -84,7 +84,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         sources = [ModelSource(name, str(path)) for name, path in paths.items()]
-        settings = ServeSettings(sources, device="cpu", threads=1)
+        settings = ServeSettings(sources, device="cpu", threads=1, max_queued_tokens=16_384)
         scale = Scale(min_replicas=2, max_replicas=2, cpus=0.5)
         serve.run(application(settings, scale), name="bytetx")
         models = {name: bytetx.load(path, device="cpu") for name, path in paths.items()}
@@ -122,6 +122,13 @@ def test_errors_arrive_as_those_of_one_server(cluster: Cluster) -> None:
     status, headers, body = cluster.post("/embed", long)
     assert status == 413 and json.loads(body)["error_type"] == "validation"
     assert b"tokens" in body and "x-request-id" in {name.lower() for name in headers}
+    above_the_queue = [
+        ("/embed", {"inputs": "fox " * 20_000, "model": "embedder"}),
+        ("/v1/completions", {"prompt": [[5] * 30] * 32, "n": 100, "model": "writer"}),
+    ]
+    for path, content in above_the_queue:
+        status, _, body = cluster.post(path, content)
+        assert status == 413 and b"--max-queued-tokens" in body
 
 
 def test_a_replica_is_killed_under_load_and_every_answer_is_right(cluster: Cluster) -> None:

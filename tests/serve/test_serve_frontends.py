@@ -36,6 +36,7 @@ def split_server(
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("split") / "log"
     arguments = [*model_options, "--frontends", "2", "--api-key", "sesame"]
+    arguments += ["--max-queued-tokens", "65536"]
     with start_server(arguments, log=log) as running:
         yield running
 
@@ -127,6 +128,14 @@ def test_an_integer_of_more_than_64_bits_is_refused(split_server: Server) -> Non
             assert answer.status_code == 422 and answer.json()["error_type"] == "validation"
         body = {"model": "writer", "prompt": "a", "max_tokens": huge}
         assert client.post("/v1/completions", content=json.dumps(body)).status_code == 400
+
+
+def test_a_request_above_the_whole_queue_is_413(split_server: Server) -> None:
+    prompts = {"prompt": [[5] * 20] * 30, "n": 120, "max_tokens": 1, "model": "writer"}
+    with split_server.client() as client:
+        for path, body in (("/embed", {"inputs": "fox " * 80_000}), ("/v1/completions", prompts)):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 413 and "--max-queued-tokens" in answer.text, answer.text
 
 
 def test_a_killed_engine_comes_back(split_server: Server) -> None:

@@ -1,6 +1,7 @@
 """Keys, limits, errors and headers of the application, in process."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -395,12 +396,11 @@ def test_concurrent_requests(in_process: InProcess, monkeypatch: pytest.MonkeyPa
     assert one.post("/embed", OK).status_code == 200
 
 
-@pytest.mark.parametrize("limit", ["max_queued_requests", "max_queued_tokens"])
-def test_a_full_queue(checkpoints: dict[str, Path], limit: str) -> None:
+@pytest.mark.parametrize("limit, most", [("max_queued_requests", 8), ("max_queued_tokens", 24)])
+def test_a_full_queue(checkpoints: dict[str, Path], limit: str, most: int) -> None:
     """More than the engine's queue takes: 429 and when to retry; the others are answered."""
-    settings = ServeSettings(
-        model_sources([f"embedder={checkpoints['embedder']}"]), device="cpu", **{limit: 8}
-    )
+    sources = model_sources([f"embedder={checkpoints['embedder']}"])
+    settings = ServeSettings(sources, device="cpu", **{limit: most})
     one = InProcess(settings, load_models(settings))
     texts = [f"the quick brown fox {i}" for i in range(3)]
     expected = one.model("embedder").embed(texts)
@@ -423,6 +423,96 @@ def test_a_full_queue(checkpoints: dict[str, Path], limit: str) -> None:
             assert int(answer.headers["retry-after"]) >= 1
     refused = f'bytetx_refused_calls_total{{model="embedder"}} {len(full)}.0'
     assert refused in one.get("/metrics").text
+
+
+WORDS = "the quick brown fox " * 20
+# Each costs more than 64 tokens by itself.
+COSTLY: list[tuple[str, dict[str, Any]]] = [
+    ("/embed", {"inputs": WORDS}),
+    ("/embed", {"inputs": [[5] * 30] * 3}),
+    ("/embed", {"inputs": [WORDS, WORDS], "truncation_direction": "Left"}),
+    ("/embed_all", {"inputs": [WORDS[:200], WORDS[:200]]}),
+    ("/embed_sparse", {"inputs": WORDS, "model": "sparse"}),
+    ("/predict", {"inputs": WORDS, "model": "classifier"}),
+    ("/predict", {"inputs": [["a", WORDS]], "model": "classifier"}),
+    ("/predict_tokens", {"inputs": WORDS, "model": "tagger"}),
+    ("/predict_tokens", {"inputs": WORDS, "stride": 4, "model": "tagger"}),
+    ("/rerank", {"query": WORDS[:200], "texts": ["a", "b"], "model": "reranker"}),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": [WORDS]}}),
+    ("/tokenize", {"inputs": WORDS}),
+    ("/decode", {"ids": [5] * 100}),
+    ("/", {"inputs": WORDS}),
+    ("/invocations", {"inputs": WORDS}),
+    ("/vertex", {"instances": [{"inputs": WORDS}]}),
+    ("/embeddings", {"input": WORDS}),
+    ("/v1/embeddings", {"input": [WORDS]}),
+    ("/v1/rerank", {"query": WORDS, "documents": ["a"], "model": "reranker"}),
+    ("/v2/rerank", {"query": "a", "documents": [WORDS], "model": "reranker"}),
+    ("/v1/completions", {"prompt": [5] * 70, "model": "writer"}),
+    ("/v1/completions", {"prompt": "a quick fox", "n": 40, "model": "writer"}),
+    ("/v1/completions", {"prompt": [[5] * 20] * 4, "model": "writer"}),
+    ("/v1/completions", {"prompt": [[5] * 9] * 2, "n": 4, "model": "writer"}),
+    ("/v1/completions", {"prompt": [5] * 70, "stream": True, "model": "writer"}),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a fox"}], "n": 60, "model": "writer"},
+    ),
+]
+
+
+def _limited(checkpoints: dict[str, Path], **limits: int) -> InProcess:
+    given = [f"{name}={path}" for name, path in checkpoints.items()]
+    settings = ServeSettings(model_sources(given), device="cpu", **limits)
+    return InProcess(settings, load_models(settings))
+
+
+def test_a_request_above_the_whole_queue_is_413_and_not_429(checkpoints: dict[str, Path]) -> None:
+    """It would be refused whenever others wait, so that trying again is no advice."""
+    one = _limited(checkpoints, max_queued_tokens=64)
+
+    async def run() -> None:
+        async with one.client() as client:
+            for busy in (False, True):
+                with contextlib.ExitStack() as waiting:
+                    if busy:
+                        for served in one.served:
+                            waiting.enter_context(served.model.reserved(1, 60))
+                    for path, body in COSTLY:
+                        answer = await client.post(path, json=body)
+                        assert answer.status_code == 413, (path, body, answer.text)
+                        assert "--max-queued-tokens" in answer.text, (path, answer.text)
+                        assert "retry-after" not in answer.headers
+            answer = await client.post("/embed", json=OK)  # nothing was left behind
+            assert answer.status_code == 200
+            body = {"prompt": [[5] * 20] * 3, "model": "writer", "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        await close_models(one.served)
+
+    asyncio.run(run())
+
+
+def test_a_request_of_more_outputs_or_texts_than_may_wait_is_413(
+    checkpoints: dict[str, Path],
+) -> None:
+    one = _limited(checkpoints, max_queued_requests=8)
+    chat = {"messages": [{"role": "user", "content": "a"}], "model": "writer"}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "a", "n": 9, "model": "writer"}),
+        ("/v1/completions", {"prompt": ["a"] * 3, "n": 3, "model": "writer"}),
+        ("/v1/completions", {"prompt": ["a"] * 9, "model": "writer"}),
+        ("/v1/chat/completions", chat | {"n": 9}),
+        ("/tokenize", {"inputs": ["a"] * 9}),
+        ("/decode", {"ids": [[5]] * 9}),
+    ]
+    for path, body in cases:
+        answer = one.post(path, body)
+        assert answer.status_code == 413, (path, answer.text)
+        assert "--max-queued-requests" in answer.text, (path, answer.text)
+    # Texts are queued window by window, so that a batch may be larger.
+    assert one.post("/embed", {"inputs": ["a"] * 20}).status_code == 200
+    body = {"prompt": ["a"] * 4, "n": 2, "model": "writer", "max_tokens": 1}
+    assert one.post("/v1/completions", body).status_code == 200
+    asyncio.run(close_models(one.served))
 
 
 def test_work_is_cancelled_when_the_client_leaves(
