@@ -1,5 +1,6 @@
 """Text -> token ids: a checkpoint's tokenizer.json, with truncation that is counted."""
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ from bytetx.checkpoint.tokenizer_options import (
 from bytetx.checkpoint.word_pieces import WordPieces
 from bytetx.errors import CheckpointError
 from bytetx.ops.int_lists import flatten_int_lists
+
+logger = logging.getLogger("bytetx")
 
 Text = str | tuple[str, str]  # one text or a pair
 
@@ -374,6 +377,7 @@ def load_tokenizer(
         check_tokenizer(folder, backend)
     else:
         return None
+    _stop_sampling(folder, backend)
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     if input_names is not None:
         config.setdefault("model_input_names", list(input_names))
@@ -421,6 +425,19 @@ def _follow_options(
     reason = f"{folder / 'tokenizer_config.json'} asks for {differs}, tokenizer.json does not"
     converted = convert_vocabulary(folder, reason=reason)
     return converted.backend, converted.input_names
+
+
+def _stop_sampling(folder: Path, backend: tokenizers.Tokenizer) -> None:
+    """Switches off a BPE model's dropout, which is for training: with it, the same text has other
+    ids at each call, and no two results are equal."""
+    dropout = getattr(backend.model, "dropout", None)
+    if dropout:
+        logger.warning(
+            "%s: the tokenizer's dropout of %g, which makes ids random, is for training and is "
+            "switched off",
+            *(folder, dropout),
+        )
+        backend.model.dropout = None
 
 
 def _is_of_gte_qwen2(config: Mapping[str, Any]) -> bool:

@@ -308,3 +308,56 @@ def test_tokenizer_json_that_agrees_needs_no_transformers(
     path.write_text(json.dumps(json.loads(path.read_text()) | {"do_lower_case": False}))
     with pytest.raises(CheckpointError, match="do_lower_case False.*pip install transformers"):
         load_tokenizer(folder, max_positions=512)
+
+
+@pytest.mark.parametrize(
+    "make, model_type", [(gpt2, "gpt2"), (roberta, "roberta"), (llama, "llama")]
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.3, 1.0])
+def test_dropout_of_a_bpe_is_off(
+    make: Callable[[Path], None],
+    model_type: str,
+    dropout: float,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It makes ids random, which is for training; classes that build their model leave it out."""
+    plain = Case(make, model_type).save(tmp_path / "plain")
+    folder = tmp_path / "saved"
+    reference = transformers.AutoTokenizer.from_pretrained(plain)
+    reference.save_pretrained(folder)
+    shutil.copy(plain / "config.json", folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["dropout"] = dropout
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(folder, max_positions=1 << 20)
+    assert tokenizer is not None
+    assert ("dropout" in caplog.text) == (dropout > 0)
+    wanted = reference(TEXTS)["input_ids"]
+    for same in (tokenizer, tokenizer.untruncated(), tokenizer.limited(1 << 19)):
+        assert [encoding.ids for encoding in same.encode(TEXTS)] == wanted
+        assert same.encode_ids(TEXTS).token_ids.tolist() == sum(wanted, [])
+
+
+SAMPLING = {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}
+
+
+@pytest.mark.parametrize(
+    "make, model_type",
+    [(t5, "t5"), (albert, "albert"), (xlm_roberta, "xlm-roberta"), (deberta_v2, "deberta-v2")],
+)
+def test_sampling_of_a_unigram_model_is_off(
+    make: Callable[[Path], None], model_type: str, tmp_path: Path
+) -> None:
+    """Options of sentencepiece's own processor, which transformers does not run either."""
+    case = Case(make, model_type, options={"sp_model_kwargs": SAMPLING, **SAMPLING})
+    check_ids(case.save(tmp_path / "vocabulary"))
+    folder = tmp_path / "saved"
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "vocabulary").save_pretrained(folder)
+    shutil.copy(tmp_path / "vocabulary" / "config.json", folder)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"] |= {"alpha": 0.1, "nbest_size": -1}
+    path.write_text(json.dumps(content))
+    check_ids(folder)
