@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import tokenizers
-from tokenizers import normalizers
+from tokenizers import models, normalizers
 
 from bytetx.checkpoint.convert_tokenizer import (
     convert_vocabulary,
@@ -25,6 +25,7 @@ from bytetx.checkpoint.text_prefix import PrefixFinder
 from bytetx.checkpoint.tokenizer_config import read_tokenizer_config, special_token
 from bytetx.checkpoint.tokenizer_limits import check_raw_tokenizer, check_tokenizer
 from bytetx.checkpoint.tokenizer_options import (
+    as_llama,
     class_name,
     contradiction,
     has_token_types,
@@ -417,9 +418,12 @@ def _follow_options(
     tokens = read_json(added) if added.is_file() and "added_tokens_decoder" not in config else {}
     backend.no_truncation()
     backend.no_padding()
-    differs = _checked(
-        str(folder / "tokenizer.json"), lambda: contradiction(backend, config, name, tokens)
-    )
+    where = str(folder / "tokenizer.json")
+    differs = _checked(where, lambda: contradiction(backend, config, name, tokens))
+    if differs is not None and name == "Llama" and isinstance(backend.model, models.BPE):
+        made = _checked(where, lambda: as_llama(backend, config))
+        if _checked(where, lambda: contradiction(made, config, name, tokens)) is None:
+            backend, differs = made, None
     if differs is None:
         return backend, None if has_token_types(name) else ("input_ids", "attention_mask")
     reason = f"{folder / 'tokenizer_config.json'} asks for {differs}, tokenizer.json does not"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import tokenizers
+from tokenizers import decoders, pre_tokenizers
 
 from bytetx.checkpoint.text_prefix import members, state_of
 from bytetx.checkpoint.tokenizer_config import special_token
@@ -175,6 +176,28 @@ def contradiction(
     return _other_frame(backend, kind, config)
 
 
+def as_llama(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """The tokenizer with the parts that the class Llama builds: pieces of sentencepiece with "▁"
+    before the text, where tokenizer.json puts it before every part between special tokens.
+
+    What does not follow from its options stays: vocabulary, added tokens, tokens around a text.
+    """
+    made = tokenizers.Tokenizer.from_str(backend.to_str())
+    model, adds = made.model, config.get("add_prefix_space") is not False
+    model.fuse_unk, model.byte_fallback, model.unk_token = True, True, None
+    model.continuing_subword_prefix = model.end_of_word_suffix = None
+    prefixed: Literal["always", "first"] = "always" if config.get("legacy") else "first"
+    made.normalizer = None
+    made.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme=prefixed if adds else "never", split=False
+    )
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if adds:
+        parts.append(decoders.Strip(content=" ", left=1))
+    made.decoder = decoders.Sequence(parts)
+    return made
+
+
 def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     """As of Llama 3, which transformers takes as it is, though the class's name is Llama 2's."""
     splitters = members(state_of(backend.pre_tokenizer), "pretokenizers")
@@ -216,8 +239,8 @@ def _does(
         byte_levels = [part for part in splitters if part["type"] == "ByteLevel"]
         return [part["add_prefix_space"] for part in byte_levels] == [wanted]
     schemes = [part["prepend_scheme"] for part in splitters if part["type"] == "Metaspace"]
-    if "Prepend" in kinds:
-        schemes.append("always")
+    if "Prepend" in kinds:  # also before a space, which no class does
+        return False
     if "legacy" not in kind.options:
         unprefixed = "first" if "split_by_punct" in kind.options else "never"
         return schemes == ["always" if wanted else unprefixed]

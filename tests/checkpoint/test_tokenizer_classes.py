@@ -6,12 +6,14 @@ whose options were changed afterwards.  Ids are AutoTokenizer's, or the class is
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import transformers
 from vocabulary_files import byte_pairs, pieces, texts, word_pieces
 
@@ -302,7 +304,7 @@ def test_tokenizer_json_that_agrees_needs_no_transformers(
     folder = tmp_path / "saved"
     transformers.AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
     shutil.copy(plain / "config.json", folder)
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     assert load_tokenizer(folder, max_positions=512) is not None
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"do_lower_case": False}))
@@ -361,3 +363,36 @@ def test_sampling_of_a_unigram_model_is_off(
     content["model"] |= {"alpha": 0.1, "nbest_size": -1}
     path.write_text(json.dumps(content))
     check_ids(folder)
+
+
+@pytest.mark.parametrize("legacy", [None, False, True])
+@pytest.mark.parametrize("adds", [None, False, True])
+def test_llama_2s_tokenizer_json_needs_no_transformers(
+    legacy: bool | None, adds: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its normalizer puts "▁" before every part; the class does as legacy and add_prefix_space
+    say."""
+    plain = Case(llama, "llama", "LlamaTokenizer").save(tmp_path / "plain")
+    folder = tmp_path / "saved"
+    transformers.AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
+    shutil.copy(plain / "config.json", folder)
+    settings = folder / "tokenizer_config.json"
+    stated = {"legacy": legacy, "add_prefix_space": adds}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | stated))
+    path = folder / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    backend.pre_tokenizer = None
+    backend.save(str(path))
+    check_ids(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = reference(TEXTS)["input_ids"]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    tokenizer = load_tokenizer(folder, max_positions=1 << 20)
+    assert tokenizer is not None
+    assert [encoding.ids for encoding in tokenizer.encode(TEXTS)] == ids
+    for one in ids[:60]:
+        text = tokenizer.decode(one, skip_special_tokens=True)
+        assert text == reference.decode(one, skip_special_tokens=True)
