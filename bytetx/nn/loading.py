@@ -141,34 +141,26 @@ def load_checkpoint(
     blocks: of a rank of a group; only its shard is read.  on_tensor: called before each tensor is
     read.
     """
-    families = families or read_families()
+    load = partial(
+        _load,
+        folder,
+        device=device,
+        dtype=dtype,
+        batch_invariant=batch_invariant,
+        families=families or read_families(),
+        blocks=blocks,
+        on_tensor=on_tensor,
+    )
     router = read_router(folder)
     if router is None:
-        sentence = load_sentence_spec(folder)
-        return _load(
-            folder,
-            sentence,
-            device=device,
-            dtype=dtype,
-            batch_invariant=batch_invariant,
-            families=families,
-            blocks=blocks,
-            on_tensor=on_tensor,
-        )
+        return load(load_sentence_spec(folder))
     loaded: dict[Path, LoadedCheckpoint] = {}
     routes: dict[str, LoadedCheckpoint] = {}
     specs = {name: load_route_spec(folder, router, name) for name in router.routes}
     for sentence in specs.values():
         place = sentence.adapter or sentence.folder
         if sentence.static is None and place not in loaded:
-            loaded[place] = _load(
-                folder,
-                sentence,
-                device=device,
-                dtype=dtype,
-                batch_invariant=batch_invariant,
-                families=families,
-            )
+            loaded[place] = load(sentence)
     if not loaded:
         raise CheckpointError(f"{router.path}: no route has a Transformer module")
     for name, sentence in specs.items():
@@ -224,8 +216,8 @@ def _load(
     dtype: str | torch.dtype,
     batch_invariant: bool,
     families: Families,
-    blocks: Blocks | None = None,
-    on_tensor: Callable[[], None] | None = None,
+    blocks: Blocks | None,
+    on_tensor: Callable[[], None] | None,
 ) -> LoadedCheckpoint:
     device = resolve_device(device)
     config, spec = _read_spec(sentence, families)
