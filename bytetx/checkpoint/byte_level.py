@@ -1,4 +1,4 @@
-"""What tokens add to a text, so that it can be put together without their tokenizer."""
+"""Texts that tokens add, so that it can be put together without their tokenizer."""
 
 import json
 import re
@@ -103,7 +103,7 @@ class TokenBytes(dict[int, bytes]):
         return self._decoded(token_id).encode()
 
     def _decoded(self, token_id: int) -> str:
-        """What the decoder adds for the token behind a word."""
+        """Return the text that the decoder adds for the token behind a word."""
         if self._anchor is None:
             vocabulary = self._backend.get_vocab(with_added_tokens=False)
             words = (i for token, i in vocabulary.items() if token.strip(_SPACE).isalnum())

@@ -214,7 +214,7 @@ def _describe(error: Exception) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What templates of Hugging Face checkpoints rely on."""
+    """Build the environment that templates of Hugging Face checkpoints rely on."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )

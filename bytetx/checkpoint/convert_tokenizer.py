@@ -217,7 +217,7 @@ def _parameters(kind: type) -> list[str]:
 
 
 def _sentencepiece_hint(files: list[str]) -> str:
-    """What transformers, which asks for tiktoken instead, does not say."""
+    """Return the advice that transformers, which asks for tiktoken instead, leaves out."""
     models = [name for name in files if ".model" in name]
     if not models:
         return ""

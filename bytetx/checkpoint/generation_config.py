@@ -31,7 +31,7 @@ _LEAST, _MOST = 1e-30, 1e30
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What a checkpoint says of generation.
+    """Defaults of generation that a checkpoint gives.
 
     eos_token_ids: tokens that end a text; none is beyond the vocabulary.
     source: the file that `sampling` comes from.  switch: the option of bytetx.load.

@@ -83,5 +83,5 @@ def hub_names(repo: str, revision: str | None) -> list[str]:
     """All files of a hub repository, those that are not fetched, too; [] where it does not say."""
     try:
         return list(list_repo_files(repo, revision=revision))
-    except Exception:  # of the hub's client or its HTTP library: offline, most likely
+    except Exception:  # the hub's client or its HTTP library raises it: offline, most likely
         return []

@@ -1,4 +1,4 @@
-"""What the layers of a model are: norms, positions, windows, biases, the layout of tensors."""
+"""The layers of a model: norms, positions, windows, biases, the layout of tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -361,7 +361,7 @@ def _rotary_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
 
 
 def _relative_terms(values: Values) -> frozenset[str]:
-    """What scores have besides q . k: config.json lists it, or joins it with "|"."""
+    """Return the terms of scores besides q . k: config.json lists it, or joins it with "|"."""
     if "relative_terms" not in values.names:
         return frozenset()
     key = values.names["relative_terms"]

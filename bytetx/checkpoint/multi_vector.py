@@ -1,4 +1,4 @@
-"""What a checkpoint says about vectors of tokens, in the files of three libraries."""
+"""Settings of vectors of tokens, in the files of three libraries."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -186,8 +186,8 @@ def _transformer_config(base: Path) -> Path:
 def _modules(
     path: Path, entries: Sequence[Mapping[str, Any]]
 ) -> tuple[tuple[tuple[str, Path], ...], dict[str, Any], TokenPoolingSpec | None]:
-    """What follows the transformer, the config of MultiVectorMask ({} without one), and how the
-    vectors of a text are pooled, if they are."""
+    """Return what follows the transformer, the config of MultiVectorMask ({} without one), and how
+    the vectors of a text are pooled, if they are."""
     pooling: TokenPoolingSpec | None = None
     modules: list[tuple[str, Path]] = []
     mask: dict[str, Any] = {}
@@ -257,7 +257,8 @@ def _prefixes(config: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, str
 def _expansion(
     path: Path, own: Mapping[str, Any], config: Mapping[str, Any]
 ) -> QueryExpansion | None:
-    """Of the Transformer module; else of PyLate's keys, which expand unless they say not to."""
+    """Read it from the Transformer module, else from PyLate's keys, which expand unless they say
+    not to."""
     for source in (own, config):
         if "query_expansion" in source:
             given = source["query_expansion"]

@@ -129,7 +129,7 @@ AUTO_ENCODER = Schema(
         "k": integer(1),
         "normalize": FLAG,
     },
-    harmless=("k_aux", "dead_threshold"),  # of training
+    harmless=("k_aux", "dead_threshold"),  # only training reads them
 )
 
 # The config file of the Transformer module, under its names over the years.
@@ -208,7 +208,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class TransformerSettings:
-    """What the config of a Transformer module says.
+    """Settings in the config of a Transformer module.
 
     max_seq_length: tokens.  chat: of modality_config, how messages become a prompt.
     variables: of a chat template.

@@ -27,7 +27,7 @@ _MAX_INTEGER = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What the value of one key must be: in words, for the error, and as a test."""
+    """A condition on the value of one key: in words, for the error, and as a test."""
 
     needs: str
     accepts: Callable[[Any], bool]

@@ -1,4 +1,4 @@
-"""What one checkpoint is: its family's facts and the sizes and choices of its config.json."""
+"""The spec of one checkpoint: its family's facts and the sizes and choices of its config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -375,7 +375,7 @@ def _unnested(config: Mapping[str, Any], table: Mapping[str, Any]) -> Mapping[st
 
 
 def _refuse_variants(config: Mapping[str, Any], table: Mapping[str, Any]) -> None:
-    """What changes the computation and would otherwise give wrong numbers in silence."""
+    """Refuse options that change the computation and would give wrong numbers in silence."""
     is_causal = table["architecture"].get("causal", False)
     if config.get("add_cross_attention") or (config.get("is_decoder") and not is_causal):
         runs_as = "a decoder without an encoder" if is_causal else "an encoder"
@@ -498,8 +498,9 @@ def _heads(
 
 
 def _pooling_without_mask(values: Values) -> str:
-    """What a sequence classifier of a bidirectional decoder reads: the key of the hub's code, which
-    divides its logits by a temperature; transformers' own class reads the last token."""
+    """Return the pooling of a bidirectional decoder's sequence classifier: the key of the hub's
+    code, which divides its logits by a temperature; transformers' own class reads the last token.
+    """
     given = values.read("pooling")
     known = {None: "last", "last": "last", "avg": "mean", "mean": "mean", "cls": "cls"}
     classifies = any(

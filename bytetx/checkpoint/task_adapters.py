@@ -34,7 +34,7 @@ Added = Mapping[str, tuple[LowRank, ...]]
 
 @dataclass(frozen=True, slots=True)
 class TaskAdapters:
-    """What each task adds to the weights, by their names, and the prompt of each task."""
+    """Additions of each task to the weights, by their names, and the prompt of each task."""
 
     added: Mapping[str, Added]
     prompts: Mapping[str, str]

@@ -11,7 +11,7 @@ from tokenizers import models
 
 # A text of fewer characters is tokenised whole; so many characters a token are tried first.
 _MIN_CHARACTERS, _CHARACTERS_PER_TOKEN = 2048, 8
-_GROWTH = 4  # of a beginning that has too few tokens, at least
+_GROWTH = 4  # a beginning with too few tokens becomes at least so many times as long
 
 # Letters and digits that are neither combining marks nor prepended to what follows them, so that a
 # grapheme ends before the space behind one of them, and no Unicode normalisation crosses it.
@@ -107,7 +107,8 @@ class PrefixFinder:
     def __init__(self, backend: tokenizers.Tokenizer, *, max_tokens: int):
         self._backend = backend
         self._num_characters = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
-        self.most_characters = 2 * self._num_characters  # of a text that is always taken whole
+        # A text of so many characters is always taken whole.
+        self.most_characters = 2 * self._num_characters
 
     def find(self, text: object, *, longer_than: int = 0) -> str | None:
         """A beginning of more characters than longer_than; None for the whole text.

@@ -514,8 +514,8 @@ T = TypeVar("T")
 
 
 def _checked(name: str, make: Callable[[], T]) -> T:
-    """What `make` gives. CheckpointError for whatever tokenizers raises: it has no error class of
-    its own, and a damaged file can also make its Rust code panic, which is no Exception."""
+    """Return what `make` gives. CheckpointError for whatever tokenizers raises: it has no error
+    class of its own, and a damaged file can make its Rust code panic, which is no Exception."""
     try:
         return make()
     except (CheckpointError, UnicodeEncodeError, MemoryError, KeyboardInterrupt, SystemExit):

@@ -35,7 +35,8 @@ _MOST_PATTERN_CHARACTERS = 1 << 14
 _MOST_WORD_CHARACTERS = 1024
 # A unigram model looks up beginnings of a text as far as its longest token, at each character.
 _MOST_TOKEN_CHARACTERS = 1 << 12
-_MOST_TEXT_BYTES = 1 << 13  # of a token, a pattern, or what takes its place
+# A token, a pattern, or its replacement.
+_MOST_TEXT_BYTES = 1 << 13
 _MOST_CHARSMAP_BYTES = 256  # that a SentencePiece character map writes for one character
 _ADVICE = "it is damaged, or made to stop its readers; give a checkpoint with another one"
 
@@ -203,7 +204,8 @@ class _Limits:
 
 
 _REPEAT = re.compile(r"[*+]|\{(\d*)(,?)(\d*)\}")
-_MOST_REPEATS = 16  # of a group that can match in several ways: 2 ** 16 ways at most
+# Repeats of a group that can match in several ways: 2 ** 16 ways at most.
+_MOST_REPEATS = 16
 
 
 def _ambiguity(expression: str) -> str | None:
@@ -212,7 +214,7 @@ def _ambiguity(expression: str) -> str | None:
     That takes a group that is repeated, and can itself match in several ways. Nearly all that are
     in use repeat characters and classes; groups only a few times, or with a fixed length.
     """
-    groups = [False]  # of each open group, whether it has a repeat of no fixed number
+    groups = [False]  # whether each open group has a repeat of no fixed number
     place, was_group = 0, False
     while place < len(expression):
         char = expression[place]
@@ -282,7 +284,7 @@ def _backtracks(expression: str) -> bool:
 
 
 _PROBE_CHARACTERS = 64
-_PROBE_SECONDS = 0.02  # of this thread's own time; an expression without such groups takes 10 us
+_PROBE_SECONDS = 0.02  # this thread's own time; an expression without such groups takes 10 us
 
 
 def _after_escape(expression: str, place: int) -> int:

@@ -20,7 +20,7 @@ _Frame = tuple[str, ...]  # tokens around texts that are empty, by their keys in
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """What a class builds.
+    """Parts that a class builds.
 
     options: with their defaults.  tokens: defaults of those around a text, by key.
     single, pair: the keys of the tokens around one text and two.
@@ -149,7 +149,7 @@ _TYPED = (
 def contradiction(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], name: str, added: Mapping[str, Any]
 ) -> str | None:
-    """What tokenizer_config.json says otherwise than tokenizer.json; None where they agree.
+    """Return an option of tokenizer_config.json that tokenizer.json contradicts; None for none.
 
     backend: of tokenizer.json.  config: of read_tokenizer_config.  name: of class_name.
     added: added_tokens.json.

@@ -30,7 +30,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _MAX_TENSORS = 1 << 18
 # Those with the most shards have some 200.
 _MAX_SHARDS = 4096
-_MAX_DIMS = 16  # of a tensor; weights have 4 at most
+_MAX_DIMS = 16  # weights have 4 at most
 
 # Larger tensors are read into separate pages; for smaller ones, rounding up to pages costs more.
 _MIN_MAPPED_BYTES = 1 << 20
@@ -189,7 +189,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a weight [n, k]: scaling * left @ right, in f32.
+    """An addition to a weight [n, k]: scaling * left @ right, in f32.
 
     left [n, r], right [r, k]; where is_transposed, they are saved as [r, n] and [k, r].
     first_row: of a weight that stacks several, the row where the n rows begin.
@@ -230,7 +230,7 @@ class LowRank:
 
 
 class TensorReader(Protocol):
-    """What reads a saved tensor, such as StagedReader onto a GPU."""
+    """A reader of saved tensors, such as StagedReader onto a GPU."""
 
     def read(
         self, saved: SavedTensor, dtype: torch.dtype, *, part: Part | None = None

@@ -132,7 +132,7 @@ class WordPieces:
         )
 
     def _normalized(self, code_point: int) -> list[tuple[int, bytes]] | None:
-        """What the tokenizer makes of a character: (kind, UTF-8) of each one that comes of it.
+        """Return what the tokenizer makes of a character: (kind, UTF-8) of each resulting one.
 
         None where it might be something else beside other characters, or is of no known kind.
         """
@@ -140,7 +140,7 @@ class WordPieces:
         if unicodedata.category(character) in ("Cn", "Cs"):  # unassigned; half a surrogate pair
             return None
         normalizer, pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
-        assert pre_tokenizer is not None  # of a supported tokenizer
+        assert pre_tokenizer is not None  # every supported tokenizer has one
         text = character if normalizer is None else normalizer.normalize_str(character)
         found = []
         for each in text:
@@ -161,7 +161,7 @@ def _is_supported(backend: tokenizers.Tokenizer) -> bool:
     pre_tokenizers = members(state_of(backend.pre_tokenizer), "pretokenizers")
     return (
         isinstance(model, models.WordPiece)
-        and not backend.encode_special_tokens  # of a text that names them
+        and not backend.encode_special_tokens  # else texts that name them have other ids
         and all(part["type"] in _NORMALIZERS for part in normalizers)
         and [part["type"] for part in pre_tokenizers] == ["BertPreTokenizer"]
         and (truncation is None or truncation["direction"] == "right")

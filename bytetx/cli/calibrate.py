@@ -32,14 +32,14 @@ _LAUNCHES = 100
 # limit takes a while to find the clock that it keeps, as in passes one after another: after 25 ms,
 # large GEMMs that run at equal rates in passes differed by a fifth (two H100s, 2026-11-26).
 _GRAPH_US, _HOT_US, _TIMED_US = 2_000.0, 100_000.0, 40_000.0
-_KERNELS = 200  # of the graph that tells the time between two
+_KERNELS = 200  # in the graph that tells the time between two
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: GEMMs by rows and features, the root of inputs x outputs; attention over
-    `tokens` in texts of `lengths`; bytes that are copied, payloads of collectives, and of z's
-    copies."""
+    """Sizes of what is measured: GEMMs by rows and features, the root of inputs x outputs;
+    attention over `tokens` in texts of `lengths`; bytes that are copied, payloads of collectives,
+    and of z's copies."""
 
     gemm_rows: tuple[int, ...]
     features: tuple[int, ...]
@@ -85,7 +85,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 @dataclass
 class Found:
-    """What the ranks measured. gemms, attention: points of RateTable, attention's by causality."""
+    """Measurements of the ranks. gemms, attention: points of RateTable, the latter by causality."""
 
     gemms: list[tuple[int, int, float]] = field(default_factory=list)
     attention: dict[bool, list[tuple[int, int, float]]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def calibrate_to_file(path: Path, *, ranks: int | None = None) -> str:
 
 
 def _measured_text(size: int, *, has_gpus: bool) -> str:
-    """Of the machine file, from processes that this one starts."""
+    """Return the text of the machine file, from processes that this one starts."""
     workers, store = spawn(size, module="bytetx.cli.calibrate", num_threads=torch.get_num_threads())
     try:
         found = measure(store, rank=0, size=size)
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> None:
 
 @torch.inference_mode()
 def measure(store: Store, *, rank: int, size: int) -> Found:
-    """What every rank runs; the numbers are the same on all."""
+    """Measure as every rank does; the numbers are the same on all."""
     is_cuda = torch.cuda.is_available()
     device = gpu_of(rank) if is_cuda else torch.device("cpu")
     sizes, dtype = (_CUDA, torch.bfloat16) if is_cuda else (_CPU, torch.float32)
@@ -221,7 +221,8 @@ def slowest_us(group: TpGroup, run: Callable[[], object], *, captures: bool = Tr
 
 
 def _hot_us(run: Callable[[], object], collectives: GroupCollectives) -> float:
-    """Of a call in a graph. Every rank replays as often, for calls may wait for one another."""
+    """Return the time of a call in a graph. Every rank replays as often, for calls may wait for one
+    another."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def timed_us(call: Callable[[], object], count: int) -> float:
@@ -273,7 +274,7 @@ def _fill(points: list[tuple[int, int, float]]) -> None:
 def _gemm_tflops(
     m: int, features: int, dtype: torch.dtype, device: torch.device, timer: Timer
 ) -> float:
-    """Of three products of equal work: square, wide and deep."""
+    """Return the rate of three products of equal work: square, wide and deep."""
     randn = partial(torch.randn, device=device, dtype=dtype)
     took = 0.0
     wide, narrow = 2 * features, features // 2
@@ -313,7 +314,8 @@ def _attention_tflops(
 def host_us(
     collectives: GroupCollectives, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float]:
-    """What rank 0 needs to launch a small linear layer, and a small gather; the GPU keeps up."""
+    """Return the time that rank 0 needs to launch a small linear layer, and a small gather; the GPU
+    keeps up."""
     size = collectives.size
     x = torch.zeros(16, 1024, dtype=dtype, device=device)
     weight = prepare_linear(torch.zeros(1024, 1024, dtype=dtype, device=device), prepack=False)

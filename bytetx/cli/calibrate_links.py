@@ -1,4 +1,4 @@
-"""What moves between the GPUs of this machine: collectives, z's copies, and y's fused sums."""
+"""Measure what moves between this machine's GPUs: collectives, z's copies, and y's fused sums."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from bytetx.parallel.planner.machine import Kind, wire_bytes
 from bytetx.parallel.tp import GroupCollectives, TpGroup
 
 Timer = Callable[[Callable[[], object]], float]
-_PAIRS = 5  # of a fused product and one alone
-_ROW_STEP = 256  # of shares of rows, whole tiles of every tiling
+_PAIRS = 5  # each is a fused product and one alone
+_ROW_STEP = 256  # shares of rows are whole tiles of every tiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class SumOfY:
-    """What a gather of rows, or their scattered sum, takes beyond the GEMM that it is fused with:
-    us + wire bytes / rate."""
+    """A fit of what a gather of rows, or their scattered sum, takes beyond the GEMM that it is
+    fused with: us + wire bytes / rate."""
 
     us: float
     gbps: float

@@ -1,4 +1,4 @@
-"""What a pass takes around its layers: a model of two small layers, loaded as users load one."""
+"""Measure what a pass takes around its layers: a model of two small layers, loaded as usual."""
 
 import json
 import statistics
@@ -16,13 +16,13 @@ from bytetx.model import Model, load
 from bytetx.parallel.planner.machine import Around
 
 _HIDDEN, _INNER, _HEADS, _VOCAB, _LAYERS, _LONGEST = 512, 512, 16, 1024, 2, 512
-_TEXT_TOKENS = 256  # of each text
+_TEXT_TOKENS = 256
 _BATCHES = (8, 128)  # texts of the two batches that a line is drawn through
 _WARM_UP, _ROUNDS = 4, 15
 
 
 def measure_around(size: int, *, device: str = "cuda") -> dict[str, Around]:
-    """Of one rank; of `size` with the same texts, the y axis; and of `size` slots."""
+    """Measure one rank; `size` ranks with the same texts, the y axis; and `size` slots."""
     grids = {"one": None} | ({"ranks": f"y{size}", "slots": f"data{size}"} if size > 1 else {})
     found = {}
     with TemporaryDirectory(prefix="bytetx-calibrate-") as folder:

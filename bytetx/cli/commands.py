@@ -139,7 +139,7 @@ def _torchrun(arguments: Sequence[str]) -> Iterator["TorchrunLeader | None"]:
 
 
 def _overflow(options: JobOptions, overflow: str | None, stride: int) -> dict[str, Any]:
-    """Of a job; only what is given, so that jobs of before can be resumed."""
+    """Return the options of a job; only what is given, so that jobs of before can be resumed."""
     given: dict[str, Any] = {"truncate": options.truncate}
     if overflow is not None:
         given["overflow"] = overflow
@@ -147,7 +147,7 @@ def _overflow(options: JobOptions, overflow: str | None, stride: int) -> dict[st
 
 
 def _of_task(task: str | None) -> dict[str, Any]:
-    """Of a job; only what is given, so that jobs of before can be resumed."""
+    """Return the options of a job; only what is given, so that jobs of before can be resumed."""
     return {} if task is None else {"task": task}
 
 
@@ -460,7 +460,7 @@ def generate(
             generation_config=generation_config,
             template_kwargs=template_kwargs,
         )
-    except InputError as error:  # of SamplingParams, which names the parameter and its range
+    except InputError as error:  # SamplingParams names the parameter and its range
         raise UsageError(str(error)) from error
     run_prompt_job(options, task)
 

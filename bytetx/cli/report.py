@@ -43,7 +43,7 @@ def _versions() -> dict[str, str]:
 
 
 def checkpoint_report(model: "Model") -> dict[str, Any]:
-    """What the loaded model says of itself, and the size and dtypes of its weight files."""
+    """Report what the loaded model says of itself, and the size and dtypes of its weight files."""
     from bytetx.checkpoint.weights import read_header, weight_files
 
     paths = weight_files(model.checkpoint.sentence.folder, model.checkpoint.spec)

@@ -10,13 +10,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 logger = logging.getLogger("bytetx.access")
 logger.setLevel(logging.INFO)  # it is asked for by itself, and does not follow --log-level
 
-_KEY = "bytetx.access"  # of a scope
+_SCOPE_KEY = "bytetx.access"
 _PLAIN = "/:@!$&'()*+,;="  # in a path; whatever could begin a line or end a word is quoted
 
 
 @dataclass(slots=True)
 class Answered:
-    """What is known of an answer.  status: 500 where there is none, for the server closes then."""
+    """Facts of an answer.  status: 500 where there is none, for the server closes then."""
 
     status: int = 500
     request_id: str | None = None
@@ -25,7 +25,7 @@ class Answered:
 
 def answered(scope: Scope) -> Answered:
     """Where the application says more of the answer than its bytes do."""
-    found: Answered = scope.setdefault(_KEY, Answered())
+    found: Answered = scope.setdefault(_SCOPE_KEY, Answered())
     return found
 
 

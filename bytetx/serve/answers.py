@@ -24,7 +24,7 @@ _PART_BYTES = 1 << 18
 _CHARACTERS_PER_TOKEN = 8
 # The answer to a token of /tokenize takes some 70 bytes and 300 while it is made.
 _TOKENIZE_PART = 4
-_ENTRY_BYTES = 512  # of an entity, the largest entry of a result's rows
+_ENTRY_BYTES = 512  # an entity is the largest entry of a result's rows
 
 
 def _num_bytes(outcome: Outcome) -> int:
@@ -232,7 +232,7 @@ def check_tokenize(exchange: Exchange, count: int, *, field: str, unit: str) -> 
 
 
 def count_characters(inputs: Iterable[Any]) -> int:
-    """Of strings and pairs; token ids have none."""
+    """Count the characters of strings and pairs; token ids have none."""
     count = 0
     for item in inputs:
         if isinstance(item, str):

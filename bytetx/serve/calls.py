@@ -1,4 +1,4 @@
-"""What a request asks of the engine, and what the engine answers; both can cross a process."""
+"""Calls of the engine and their outcomes; both can cross a process."""
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Timings:
     compute_seconds: float = 0.0
 
     def added(self, other: "Timings | None") -> "Timings":
-        """Of both calls of one request."""
+        """Return the timings of both calls of one request together."""
         if other is None:
             return self
         texts = self.num_texts + other.num_texts
@@ -91,7 +91,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What routes need to know of a served model without holding it.
+    """Facts of a served model that routes need without holding it.
 
     info: of Model.info().  tasks: names of engine.TASKS that it can run.  main_task: what POST /
     does.  created: seconds since 1970, of loading.

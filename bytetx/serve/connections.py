@@ -17,7 +17,7 @@ BODY_S = 30.0  # from there to the end of the body
 # A client that reads less than this of its answer is taken to be gone.
 STALL_S, _STALL_BYTES = 30.0, 30_000
 _LINGER_S = 5.0  # for the rest of a body whose answer was sent already
-_HEAD_BYTES = 1 << 16  # of headers and trailers
+_HEAD_BYTES = 1 << 16  # headers and trailers
 _MAX_PIPELINED = 64  # requests of one connection that wait for an earlier answer
 _MAX_CONNECTIONS = 4096
 # Files that are neither connections nor open at the start: pipes, the template's process, sockets.
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, loop)
         self._connections = connections
         self.changed = self.loop.time()  # when the present phase began
-        self._has_part = False  # of a head
+        self._has_part = False  # whether a head has come in part
         self._is_in_body = False
         self._head_bytes = self._fed_bytes = 0
         self._is_head_too_long = False
@@ -201,7 +201,8 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
 
     def send_400_response(self, msg: str) -> None:
-        if self._is_answering():  # of a pipelined request: the answer before it is not disturbed
+        if self._is_answering():
+            # The request is pipelined, and the answer before it is not disturbed.
             self.transport.close()
             return
         if self._is_head_too_long:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from bytetx.serve.calls import Call, Outcome
 from bytetx.tasks.futures import as_it_is, forward
 
-# Of a call that is worth it: one with much to compute gains nothing.
+# A larger call gains nothing: it has much to compute.
 _MAX_TEXTS, _MAX_CHARACTERS = 32, 4096
 _MAX_GROUP_TEXTS = 512
-_PART_OF_QUEUE = 4  # of what may wait: so much may be one group
+_PART_OF_QUEUE = 4  # a group may be this fraction (1 / 4) of what may wait
 
 Run = Callable[[Sequence[Call]], "Sequence[asyncio.Future[Outcome]]"]
 

@@ -38,7 +38,7 @@ logger = logging.getLogger("bytetx.serve")
 
 
 def model_facts(source: ModelSource, model: Model) -> ModelFacts:
-    """What routes know of a loaded model."""
+    """Return the facts of a loaded model."""
     heads, sentence = model.heads, model.checkpoint.sentence
     has_lm = heads.lm is not None
     reranks = heads.sequence is not None and model.spec.num_labels == 1

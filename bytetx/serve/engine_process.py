@@ -36,7 +36,7 @@ async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) ->
         await warm_up(backend)
         metrics = Metrics(settings)
         metrics.attach(served)
-        with suppress(FileNotFoundError):  # of an engine that was killed
+        with suppress(FileNotFoundError):  # an engine that was killed leaves it
             os.unlink(path)
         calls = EngineCalls(backend, metrics)
         server = await asyncio.get_running_loop().create_unix_server(calls.protocol, path)
@@ -65,7 +65,7 @@ class EngineCalls:
         metrics.count_running(lambda: sum(self._running.values()))
 
     def protocol(self) -> FrameProtocol:
-        """Of a new connection, which is told the models."""
+        """Make the protocol of a new connection, which is told the models."""
         protocol = _Greeting(self._on_frame, self._on_close, self._backend)
         self._protocols[id(protocol)] = protocol
         return protocol
@@ -163,7 +163,7 @@ def _send(protocol: FrameProtocol, number: int, outcome: Outcome) -> None:
 
 
 def _send_error(protocol: FrameProtocol, number: int, error: Exception) -> None:
-    """What a client is told; a fault of the program goes to the log."""
+    """Send the client its error; a fault of the program goes to the log."""
     if isinstance(error, ServeError):
         row = [error.kind, error.message, error.param, error.code, error.retry_after_s]
     else:

@@ -24,7 +24,7 @@ _MAX_NAME = 80  # characters of a caller's field that are looked at
 
 
 class _NullIsDefault:
-    """Of a field that is not None by default: null is that default."""
+    """The type of a field that is not None by default: null is that default."""
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler

@@ -62,7 +62,7 @@ class Exchange(Request):
     request_id: str
     route: str  # the path without the model's name
     style: Style
-    model_name: str | None = None  # of the path's prefix
+    model_name: str | None = None  # as the path's prefix names it
     started: float
     body_bytes: bytes = b""
     is_body_read: bool = False
@@ -71,7 +71,7 @@ class Exchange(Request):
     first_token_seconds: float | None = None
     token_seconds: float | None = None
     num_ignored_fields: int = 0
-    result_bytes: int = 0  # of results, as long as the answer is written from them
+    result_bytes: int = 0  # memory of the results that the answer is written from
 
 
 Endpoint = Callable[..., Awaitable[Response]]
@@ -252,7 +252,7 @@ class _Counted(Response):
         self._inner, self._site = inner, exchange.site
         self.status_code = inner.status_code
         self.raw_headers = inner.raw_headers
-        body = getattr(inner, "body", None)  # of one that is written before it is sent
+        body = getattr(inner, "body", None)  # streamed answers have none
         self._body = body if body is not None and len(body) > _SENT_BYTES else None
         size = exchange.result_bytes if body is None else len(body)
         if size > _SENT_BYTES:

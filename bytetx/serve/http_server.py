@@ -28,13 +28,13 @@ from bytetx.serve.tracing import Tracer
 logger = logging.getLogger("bytetx.serve")
 
 _BACKLOG = 2048
-_METRICS_CONNECTIONS = 32  # of the port of its own
+_METRICS_CONNECTIONS = 32  # on the port of /metrics alone
 _POLL_S = 0.02
-_CHECK_TICKS = 10  # of uvicorn's tenths of a second
+_CHECK_TICKS = 10  # uvicorn's ticks take a tenth of a second
 # At the end: for requests that have come in part, for clients that use their connection again and
 # are told to close it, and for those that were accepted last.
 _ARRIVING_S, _FAREWELL_S, _IDLE_S, _LAST_S = 2.0, 1.0, 0.25, 0.5
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of Linux
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # Linux' numbers
 
 
 def make_site(settings: ServeSettings, recorder: Recorder) -> Site:

@@ -14,7 +14,7 @@ MAX_LOGPROBS = 1 << 20
 MAX_OPEN_LOGPROBS = 4 * MAX_LOGPROBS
 # Tokens that an output without max_tokens is priced at; few are longer.
 _TYPICAL_TOKENS = 4096
-_MOST_ASKED = 1024  # of a token; SamplingParams refuse more
+_MOST_ASKED = 1024  # for each token; SamplingParams refuse more
 
 
 def limit_tokens(

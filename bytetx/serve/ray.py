@@ -31,7 +31,8 @@ from bytetx.serve.metrics import Metrics
 from bytetx.serve.ray_policies import QUEUED_TOKENS, QueuedTokensPolicy, TokenAwareRouter
 from bytetx.serve.settings import ServeSettings, model_sources
 
-_MAX_TRIES = 4  # of a call; a second one that finds a dying replica is rare, a third more so
+# A second try of a call that finds a dying replica is rare, a third more so.
+_MAX_TRIES = 4
 _RETRY_S = 0.05  # doubled with each further try
 _REPORT_S = (
     1.0  # between what an engine reports to the routers of all ingresses, and to the scaling
@@ -245,7 +246,7 @@ class Ingress:
 
 
 def application(settings: ServeSettings, scale: Scale | None = None) -> serve.Application:
-    """What ray.serve.run takes.
+    """Build the application that ray.serve.run takes.
 
     Ray Serve has the address, the port and the proxies; those of the settings are not used. A
     replica that is stopped answers what it has begun, for settings.shutdown_timeout_s at most.

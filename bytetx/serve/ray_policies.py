@@ -1,4 +1,4 @@
-"""What Ray's own processes run: the router of calls by tokens, and the rule of autoscaling.
+"""Code that Ray's own processes run: the router of calls by tokens, and the rule of autoscaling.
 
 Kept apart from the deployments, for routers and the controller import no torch.
 """

@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 from bytetx.serve.calls import Timings
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of Prometheus' text
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text
 
 
 class Finished(NamedTuple):

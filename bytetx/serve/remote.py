@@ -172,7 +172,7 @@ def _send(protocol: FrameProtocol, header: dict[str, Any]) -> None:
     """Raises ServeError where a frame cannot hold what the client gave."""
     try:
         protocol.send(header)
-    except TypeError as error:  # of orjson, whose integers have 64 bits
+    except TypeError as error:  # orjson's integers have 64 bits
         raise ServeError("validation", f"the request has a value out of range: {error}") from None
 
 

@@ -63,7 +63,8 @@ async def _serve(settings: ServeSettings, index: int, folder: Path) -> None:
 
 def _end_with_the_supervisor() -> None:
     """Standard input ends when the supervisor does, however it ended: nobody else would."""
-    while os.read(sys.stdin.fileno(), 4096):  # of no buffer, whose lock would outlive this thread
+    # Not through a buffer, whose lock would outlive this thread.
+    while os.read(sys.stdin.fileno(), 4096):
         continue
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -24,7 +24,7 @@ class ReplicaRecorder:
     async def listen(self) -> None:
         """Gives this replica's numbers to the others from now on."""
         path = self._folder / f"{self._index}.sock"
-        path.unlink(missing_ok=True)  # of a replica that died
+        path.unlink(missing_ok=True)  # a replica that died leaves it
         self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def aclose(self) -> None:

@@ -392,7 +392,7 @@ def _token_bias(bias: dict[str, float] | None) -> dict[str, float] | None:
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    """What the chat template reads beside the messages, as Model.generate takes it."""
+    """Return what the chat template reads beside the messages, as Model.generate takes it."""
     given = dict(body.chat_template_kwargs or {})
     if given.pop("chat_template", None) is not None:
         raise ServeError(

@@ -263,7 +263,7 @@ async def decode(body: DecodeRequest, exchange: Exchange) -> Response:
 
 
 async def main_task(exchange: Exchange) -> Response:
-    """What the model is for: /similarity for its inputs, else /embed, /predict, /rerank or
+    """The model's main task: /similarity for its inputs, else /embed, /predict, /rerank or
     /predict_tokens, as TEI and Hugging Face's InferenceClient use this route."""
     return await _main_task(await _read_object(exchange), exchange)
 
@@ -341,7 +341,7 @@ def _hub_options(parameters: dict[str, Any]) -> dict[str, Any]:
 async def _read(model: type[M], given: dict[str, Any], exchange: Exchange) -> M:
     try:
         raw = await exchange.site.in_thread(lambda: orjson.dumps(given))
-    except TypeError as error:  # of an integer beyond 64 bits
+    except TypeError as error:  # an integer has more than 64 bits
         raise ServeError("validation", f"the request has a value out of range: {error}") from None
     return await parse(exchange, model, raw)
 

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from bytetx.errors import shown
 from bytetx.serve.fields import ANY, Fields, OrNull
 
-MAX_PROMPTS = 64  # of one /v1/completions
+MAX_PROMPTS = 64  # in one body of /v1/completions
 
 
 def _wrong(what: str, value: object) -> PydanticCustomError:
@@ -129,7 +129,7 @@ def _checked_part(part: object, place: str) -> dict[str, Any]:
 def _checked_call(call: object, place: str) -> object:
     """A call of a tool. Its arguments come as JSON, of which templates are given the values."""
     if type(call) is not dict or type(call.get("function")) is not dict:
-        return call  # of a form of the model's own
+        return call  # the model has a form of its own
     arguments = call["function"].get("arguments") or "{}"
     if type(arguments) is str:
         try:
@@ -285,13 +285,13 @@ _List = Annotated[list[T], Field(fail_fast=True)]
 
 
 class _Request(Fields):
-    """Of a route of TEI's, or of bytetx's own."""
+    """A body of TEI's routes, or of bytetx's own."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
 
 class _OpenRequest(Fields):
-    """Of a route of OpenAI's or Cohere's."""
+    """A body of OpenAI's or Cohere's routes."""
 
     refuses_unknown: ClassVar[bool] = False
 
@@ -438,7 +438,7 @@ class StreamOptions(_OpenRequest):
 
 
 class _GenerationRequest(_OpenRequest):
-    """What completions and chats have in common; top_k to stop_token_ids are vLLM's names."""
+    """Fields that completions and chats share; top_k to stop_token_ids are vLLM's names."""
 
     model: str | None = None
     n: OrNull[Annotated[int, Field(ge=1, le=128)]] = 1

@@ -30,7 +30,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """What `bytetx serve` was asked for; docs/serving.md says what each field does.
+    """Settings of `bytetx serve`; docs/serving.md says what each field does.
 
     models: at least one, the first serves requests that name none.
     accepts_any_name: whether a request may name a model that is not served; only for one model.
@@ -142,7 +142,7 @@ READY = b"ready\n"  # what a started process writes to its standard output, and 
 
 
 def say_ready() -> None:
-    """Of a started process: it answers now."""
+    """Tell whoever started the process that it answers now."""
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
 

@@ -13,7 +13,7 @@ from bytetx.serve.engine import ServedModel
 from bytetx.tasks.async_stats import AsyncStats
 
 WINDOW_S = 120.0
-_MOST_ANSWERS = 20_000  # of the window; above that, the latest ones
+_MOST_ANSWERS = 20_000  # in the window; above that, the latest ones
 _MOST_STEPS = 120
 
 
@@ -24,7 +24,7 @@ class _Answer(NamedTuple):
 
 
 class StatusWindow:
-    """What was answered in the last WINDOW_S seconds, and totals since the start."""
+    """Counts of the answers of the last WINDOW_S seconds, and totals since the start."""
 
     def __init__(self) -> None:
         self._start = time.time()

@@ -43,7 +43,7 @@ LINES_LOST = 3
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a job reads.
+    """Inputs of a job.
 
     sources: the output has a row for each of their records; `--keep` copies their columns.
     also: further files that it reads.  read: all records, from the first.
@@ -293,7 +293,7 @@ def _checkpoint_folder(options: JobOptions, task: Task) -> Path:
 
 
 def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]) -> dict[str, Any]:
-    """What must be equal for a job to be resumed."""
+    """Return what must be equal for a job to be resumed."""
     return {
         "bytetx": __version__,
         "task": task.name,

@@ -131,7 +131,7 @@ class _LinesAhead:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What csv makes of the lines from one on.
+    """The reading of the lines from one on.
 
     cells: None where they are no record, for the reason in error.  num_lines: that were read.
     """
@@ -236,7 +236,7 @@ class _Table:
         return line
 
     def _before_end_of_cell(self, index: int) -> str:
-        """What stands in line `index` before the quote that ends a cell of the lines above it.
+        """Return the part of line `index` before the quote that ends a cell of the lines above it.
 
         Behind a delimiter, or at the start, it may as well be one that begins a cell.
         """

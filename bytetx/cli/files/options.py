@@ -1,4 +1,4 @@
-"""What every batch command takes: inputs, model, output; declared once and shared."""
+"""Options of every batch command: inputs, model, output; declared once and shared."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -77,7 +77,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one record is: the columns to take, and whether jsonl lines are rerank requests.
+    """The shape of one record: the columns to take, and whether jsonl lines are rerank requests.
 
     columns: one (texts) or two (pairs). Text files have none: a line is the text.
     chats: whether a text may also be a list of messages.
@@ -152,7 +152,7 @@ def is_too_deep(value: object) -> bool:
 
 
 def json_name(value: Any) -> str:
-    """What JSON calls the type of a value, with its article."""
+    """Return JSON's name of the type of a value, with its article."""
     names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     if value is None:
         return "null"

@@ -18,7 +18,7 @@ from bytetx.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a job has done so far, in all its runs.
+    """Counts of a job so far, in all its runs.
 
     num_malformed: records of csv inputs whose lines are lost; each is an error, too.
     num_pad_tokens: tokens that a padded run in batches of 32, in arrival order, computes on top.
@@ -153,7 +153,7 @@ def side_files_identity(folder: Path) -> str:
     return digest.hexdigest()
 
 
-SIDE_FILES = "model_side_files"  # of a job: side_files_identity() of its checkpoint
+SIDE_FILES = "model_side_files"  # a job's key for side_files_identity() of its checkpoint
 _SIDE_NAMES = {
     *TOKENIZER_FILES,
     "adapter_config.json",

@@ -59,7 +59,7 @@ def embed_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> 
 
 
 def _digest(ranges: np.ndarray | None) -> dict[str, Any]:
-    """What stands for the ranges in a job's state, which is JSON."""
+    """Return what stands for the ranges in a job's state, which is JSON."""
     return {} if ranges is None else {"ranges": sha256(ranges.tobytes()).hexdigest()}
 
 
@@ -350,7 +350,7 @@ def _respelled(error: InputError) -> InputError:
 
 
 def _sum(a: RunStats, b: RunStats) -> RunStats:
-    """Of two runs; None where neither knows."""
+    """Return the stats of two runs together; None where neither knows."""
 
     def add(x: float | None, y: float | None) -> float | None:
         return y if x is None else x + (y or 0)

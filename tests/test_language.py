@@ -1,0 +1,40 @@
+"""Docstrings and comments are plain English: they begin with a verb or a noun of the field."""
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "bytetx"
+FOLDERS = ("checkpoint", "cli", "serve")
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def sources() -> Iterator[Path]:
+    for folder in FOLDERS:
+        yield from sorted((PACKAGE / folder).rglob("*.py"))
+
+
+def test_no_docstring_begins_with_of_or_what() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}: {text[:60]}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, _DOCUMENTED)
+        and (text := ast.get_docstring(node) or "")
+        and re.match(r"(Of|What)\b", text)
+    ]
+    assert found == []
+
+
+def test_no_trailing_comment_begins_with_of() -> None:
+    """A fragment such as "# of a text" is a better name, or a sentence."""
+    found = []
+    for path in sources():
+        with path.open("rb") as file:
+            for token in tokenize.tokenize(file.readline):
+                is_trailing = token.line[: token.start[1]].strip() != ""
+                if token.type == tokenize.COMMENT and is_trailing and token.string[:5] == "# of ":
+                    found.append(f"{path.relative_to(PACKAGE)}:{token.start[0]}: {token.string}")
+    assert found == []
