@@ -26,9 +26,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Not camembert and xlm_roberta, whose tests all need trained weights.  Those of deberta_v2 run
+# the original forward: their config has a pos_att_type that bytetx does not run.
 FAMILIES = (
-    *("albert", "bert", "camembert", "deberta", "deberta_v2", "distilbert", "electra", "eurobert"),
-    *("modernbert", "mpnet", "nomic_bert", "roberta", "roberta_prelayernorm", "xlm_roberta"),
+    *("albert", "bert", "deberta", "deberta_v2", "distilbert", "electra", "eurobert"),
+    *("modernbert", "mpnet", "nomic_bert", "roberta", "roberta_prelayernorm"),
     *("xlm_roberta_xl", "t5", "bloom", "falcon", "gemma", "gemma2", "gemma3", "gpt2"),
     *("gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"),
     *("olmo2", "opt", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
