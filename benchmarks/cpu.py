@@ -16,7 +16,7 @@ from benchmarks.cpu_generate import CASE as GENERATE_CASE
 from benchmarks.cpu_generate import measure_generate
 from benchmarks.memory import measure_memory
 from benchmarks.rivals import Inputs, Rival
-from benchmarks.suite import Case, Measurement, Suite, is_selected, none_fits
+from benchmarks.suite import Case, Measurement, Suite, is_selected, measured, none_fits
 from bytetx.checkpoint.demo import demo_checkpoint
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.cli.passages import english_passages
@@ -128,15 +128,11 @@ class Contest:
         lengths = self._lengths(inputs)
         some = inputs[:_CHECKED_INPUTS]
         ours = self.model.embed(some).vectors
-        runs: dict[str, Callable[[], object]] = {}
         if self.is_int8:
             notes += self._losses(inputs, competitors)
-        for rival in competitors:
-            distance = measure.cosine_distance(ours, rival.embed(some))
-            if distance > _MAX_COSINE_DISTANCE[self.dtype_name]:
-                notes.append(f"{rival.name} left out: cosine distance to ours is {distance:.1e}")
-            else:
-                runs[rival.name] = partial(rival.embed, inputs)
+        limit = _MAX_COSINE_DISTANCE[self.dtype_name]
+        kept = rivals.right_rivals(competitors, some, ours, limit=limit, notes=notes)
+        runs = {rival.name: partial(rival.embed, inputs) for rival in kept}
         timing = measure.alternate(
             partial(self.model.embed, inputs),
             runs,
@@ -145,22 +141,16 @@ class Contest:
             seconds=sizes.seconds,
         )
         total = sum(lengths)
-        per_token = 1e6 / total  # seconds a run -> microseconds a token
-        flop = measure.encoder_flop(self.model.spec, lengths)
-        return Measurement(
-            ours=timing.ours * per_token,
-            rivals={name: seconds * per_token for name, seconds in timing.rivals.items()},
-            floor=flop / self.gemm_flops * per_token,
-            shape={
-                **shape,
-                "sequences": len(lengths),
-                "tokens": total,
-                "max_seqlen": max(lengths),
-                "rounds": timing.rounds,
-                "gemm_gflops": round(self.gemm_flops / 1e9),
-            },
-            notes=tuple(notes),
-        )
+        floor = measure.encoder_flop(self.model.spec, lengths) / self.gemm_flops
+        recorded = {
+            **shape,
+            "sequences": len(lengths),
+            "tokens": total,
+            "max_seqlen": max(lengths),
+            "rounds": timing.rounds,
+            "gemm_gflops": round(self.gemm_flops / 1e9),
+        }
+        return measured(timing.found, floor, recorded, notes, per=total / 1e6)  # us/token
 
     def _losses(self, inputs: Inputs, competitors: Sequence[Rival]) -> list[str]:
         """How far the vectors of each are from those in fp32."""

@@ -12,7 +12,7 @@ import bytetx
 from benchmarks import measure, texts
 from benchmarks.causal import padded_generate
 from benchmarks.rivals import quiet
-from benchmarks.suite import Measurement
+from benchmarks.suite import Measurement, measured
 from bytetx.model import Model
 from bytetx.tasks.results import Generation
 
@@ -47,22 +47,16 @@ def measure_generate(
         max_rounds=max_rounds,
         seconds=seconds,
     )
-    per_token = 1e6 / (num_prompts * num_tokens)
     lengths = [len(prompt) for prompt in prompts]
-    return Measurement(
-        ours=timing.ours * per_token,
-        rivals={name: value * per_token for name, value in timing.rivals.items()},
-        floor=None,
-        shape={
-            "prompts": num_prompts,
-            "prompt_tokens": sum(lengths),
-            "max_prompt": max(lengths),
-            "new_tokens": num_tokens,
-            "profile": _PROFILE,
-            "rounds": timing.rounds,
-        },
-        notes=notes,
-    )
+    sizes: dict[str, int | float | str] = {
+        "prompts": num_prompts,
+        "prompt_tokens": sum(lengths),
+        "max_prompt": max(lengths),
+        "new_tokens": num_tokens,
+        "profile": _PROFILE,
+        "rounds": timing.rounds,
+    }
+    return measured(timing.found, None, sizes, notes, per=num_prompts * num_tokens / 1e6)
 
 
 def _prompts(count: int) -> list[list[int]]:

@@ -199,58 +199,40 @@ class Step:
     def ours(self, page_size: int = _PAGE_SIZE) -> Tensor:
         """All layers of all steps; the last call's result [total_tokens, num_heads, head_dim]."""
         heads, is_decode = self.heads, self.max_seqlen == 1
+        plan = partial(
+            plan_paged_attention,
+            total_tokens=self.shape.total_tokens,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+        )
         early_read = EarlyRead.KEYS if is_decode else EarlyRead.TABLES  # as in a decoder
-        in_turn = cycle(self.paged(page_size))
-        for _ in range(self.num_steps):
-            plan = plan_paged_attention(
-                self.cu_seqlens,
-                self.kv_seqlens,
-                max_seqlen=self.max_seqlen,
-                max_kv_seqlen=self.max_kv_seqlen,
-                total_tokens=self.shape.total_tokens,
-                num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
-            )
-            for k, v in islice(in_turn, heads.num_layers):
-                out = paged_attention(
-                    self.q,
-                    k,
-                    v,
-                    cu_seqlens=self.cu_seqlens,
-                    kv_seqlens=self.kv_seqlens,
-                    max_seqlen=self.max_seqlen,
-                    max_kv_seqlen=self.max_kv_seqlen,
-                    page_table=self.page_tables[page_size],
-                    plan=plan,
-                    early_read=early_read,
-                )
-        return out
+        attend = partial(paged_attention, early_read=early_read)
+        return self._all_layers(plan, attend, page_size)
 
     def flash3(self, fa3: FlashAttention3, page_size: int) -> Tensor:
         """The same of FlashAttention-3, its scheduler's metadata once a step, as vLLM has it."""
-        heads, in_turn = self.heads, cycle(self.paged(page_size))
+        heads = (self.heads.num_heads, self.heads.num_kv_heads, self.heads.head_dim)
+        plan = partial(fa3.paged_plan, heads=heads, page_size=page_size, dtype=self.q.dtype)
+        return self._all_layers(plan, fa3.paged, page_size)
+
+    def _all_layers(
+        self, plan: Callable[..., object], attend: Callable[..., Tensor], page_size: int
+    ) -> Tensor:
+        in_turn, lengths = cycle(self.paged(page_size)), (self.cu_seqlens, self.kv_seqlens)
+        longest = {"max_seqlen": self.max_seqlen, "max_kv_seqlen": self.max_kv_seqlen}
         for _ in range(self.num_steps):
-            plan = fa3.paged_plan(
-                self.cu_seqlens,
-                self.kv_seqlens,
-                max_seqlen=self.max_seqlen,
-                max_kv_seqlen=self.max_kv_seqlen,
-                heads=(heads.num_heads, heads.num_kv_heads, heads.head_dim),
-                page_size=page_size,
-                dtype=self.q.dtype,
-            )
-            for k, v in islice(in_turn, heads.num_layers):
-                out = fa3.paged(
+            made = plan(*lengths, **longest)
+            for k, v in islice(in_turn, self.heads.num_layers):
+                out = attend(
                     self.q,
                     k,
                     v,
                     cu_seqlens=self.cu_seqlens,
                     kv_seqlens=self.kv_seqlens,
-                    max_seqlen=self.max_seqlen,
-                    max_kv_seqlen=self.max_kv_seqlen,
                     page_table=self.page_tables[page_size],
-                    plan=plan,
+                    plan=made,
+                    **longest,
                 )
         return out
 

@@ -248,8 +248,7 @@ class Contest:
             "flop": flop,
             "gemm_gflops": round(self._gemm_flops / 1e9),
         }
-        found = {"ours": timing.ours, **timing.rivals}
-        return measured(found, flop / self._gemm_flops, sizes, notes, per=1e-3)
+        return measured(timing.found, flop / self._gemm_flops, sizes, notes, per=1e-3)
 
     def _load_whole(self, shape: Shape, dtype: torch.dtype, *, device: str) -> bool:
         """Whether the model is another one than before."""

@@ -1,6 +1,5 @@
 """FlashAttention-3 as a rival, from the library that vLLM's wheel carries for Hopper GPUs."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -44,12 +43,9 @@ class FlashAttention3:
         window: int = 0,
     ) -> Tensor:
         """varlen_attention of ours: packed rows [total_tokens, num_heads, head_dim]."""
-        return self._run(
-            _Operands(q, k, v, cu_seqlens, cu_seqlens_k=cu_seqlens),
-            max_seqlens=(max_seqlen, max_seqlen),
-            causal=causal,
-            window=window,
-        )
+        lengths = (max_seqlen, max_seqlen)
+        packed = (cu_seqlens, cu_seqlens)
+        return self._run((q, k, v), packed, lengths, causal=causal, window=window)
 
     def paged_plan(
         self,
@@ -68,29 +64,13 @@ class FlashAttention3:
         """
         num_heads, num_kv_heads, head_dim = heads
         plan: Tensor = self._operators.get_scheduler_metadata(
-            len(kv_seqlens),
-            max_seqlen,
-            max_kv_seqlen,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim,  # of v
-            dtype,
-            kv_seqlens,
-            cu_seqlens,
-            None,  # cu_seqlens_k
-            None,  # cu_seqlens_k_new
-            None,  # seqused_q
-            None,  # leftpad_k
-            page_size,
-            0,  # max_seqlen_k_new
-            True,  # causal
-            -1,  # window_size_left
-            -1,  # window_size_right
-            False,  # has_softcap
-            0,  # num_splits: chosen by the library
-            None,  # pack_gqa: chosen by the library
-            0,  # sm_margin
+            *(len(kv_seqlens), max_seqlen, max_kv_seqlen),
+            *(num_heads, num_kv_heads, head_dim, head_dim),  # of v the last
+            *(dtype, kv_seqlens, cu_seqlens),
+            *(None, None, None, None),  # cu_seqlens_k, cu_seqlens_k_new, seqused_q, leftpad_k
+            *(page_size, 0),  # max_seqlen_k_new
+            *(True, -1, -1, False),  # causal, window_size_left and _right, has_softcap
+            *(0, None, 0),  # num_splits and pack_gqa, chosen by the library; sm_margin
         )
         return plan
 
@@ -108,78 +88,40 @@ class FlashAttention3:
         plan: Tensor,
     ) -> Tensor:
         """paged_attention of ours, with paged_plan's metadata."""
-        return self._run(
-            _Operands(
-                q, k_cache, v_cache, cu_seqlens, kv_seqlens=kv_seqlens, page_table=page_table
-            ),
-            max_seqlens=(max_seqlen, max_kv_seqlen),
-            causal=True,
-            plan=plan,
-        )
+        lengths, pages = (max_seqlen, max_kv_seqlen), (kv_seqlens, page_table, plan)
+        return self._run((q, k_cache, v_cache), (cu_seqlens, None), lengths, *pages, causal=True)
 
     def _run(
         self,
-        given: "_Operands",
-        *,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        cu_seqlens: tuple[Tensor, Tensor | None],
         max_seqlens: tuple[int, int],
+        kv_seqlens: Tensor | None = None,
+        page_table: Tensor | None = None,
+        plan: Tensor | None = None,
+        *,
         causal: bool,
         window: int = 0,
-        plan: Tensor | None = None,
     ) -> Tensor:
-        """The arguments in the library's order; window as in varlen_attention."""
+        """The arguments in the library's order; window as in varlen_attention.
+
+        Keys and values are packed, with their cu_seqlens, or in pages, with the rest.
+        """
         left = window - 1 if window else -1
+        right = 0 if causal and window else left
         found: list[Tensor] = self._forward(
-            given.q,
-            given.k,
-            given.v,
-            None,  # k_new
-            None,  # v_new
-            None,  # q_v
-            None,  # out
-            given.cu_seqlens_q,
-            given.cu_seqlens_k,
-            None,  # cu_seqlens_k_new
-            None,  # seqused_q
-            given.kv_seqlens,
-            *max_seqlens,
-            given.page_table,
-            None,  # kv_batch_idx
-            None,  # leftpad_k
-            None,  # rotary_cos
-            None,  # rotary_sin
-            None,  # seqlens_rotary
-            None,  # q_descale
-            None,  # k_descale
-            None,  # v_descale
-            given.q.shape[-1] ** -0.5,
-            causal,
-            left,
-            0 if causal and window else left,
-            0.0,  # softcap
-            True,  # is_rotary_interleaved
-            plan,
-            0,  # num_splits: chosen by the library
-            None,  # pack_gqa: chosen by the library
-            0,  # sm_margin
-            None,  # s_aux
-            1,  # cp_world_size
-            0,  # cp_rank
-            None,  # cp_tot_seqused_k
+            *(*qkv, None, None, None, None),  # k_new, v_new, q_v, out
+            *(*cu_seqlens, None, None, kv_seqlens),  # cu_seqlens_k_new, seqused_q
+            *(*max_seqlens, page_table),
+            *(None, None),  # kv_batch_idx, leftpad_k
+            *(None, None, None),  # rotary_cos, rotary_sin, seqlens_rotary
+            *(None, None, None),  # q_descale, k_descale, v_descale
+            *(qkv[0].shape[-1] ** -0.5, causal, left, right),
+            *(0.0, True, plan),  # softcap, is_rotary_interleaved
+            *(0, None, 0),  # num_splits and pack_gqa, chosen by the library; sm_margin
+            *(None, 1, 0, None),  # s_aux, cp_world_size, cp_rank, cp_tot_seqused_k
         )
         return found[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Operands:
-    """Keys and values packed, with cu_seqlens_k, or in pages, with kv_seqlens and page_table."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor | None = None
-    kv_seqlens: Tensor | None = None
-    page_table: Tensor | None = None
 
 
 def load(library: Path | None) -> FlashAttention3 | None:

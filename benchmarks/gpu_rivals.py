@@ -80,17 +80,6 @@ def _transformers(checkpoint: Path, dtype: torch.dtype) -> Rival:
     return PaddedRival("transformers", tokenizer_of(checkpoint), model, device="cuda")
 
 
-def _sentence_transformers(checkpoint: Path, dtype: torch.dtype) -> Rival:
-    return SentenceTransformersRival(checkpoint, dtype, device="cuda", batch_size=BATCH_SIZE)
-
-
-def _sentence_transformers_large(checkpoint: Path, dtype: torch.dtype) -> Rival:
-    name = f"sentence-transformers-{_LARGE_BATCH}"
-    return SentenceTransformersRival(
-        checkpoint, dtype, device="cuda", name=name, batch_size=_LARGE_BATCH
-    )
-
-
 def load_unpadded(
     checkpoint: Path, dtype: torch.dtype, *, name: str, batch_size: int, device: str = "cuda"
 ) -> Rival:
@@ -113,17 +102,23 @@ def load_unpadded(
 
 
 # By batch size: the best one is the rival.
+PADDED = {
+    "sentence-transformers": BATCH_SIZE,
+    f"sentence-transformers-{_LARGE_BATCH}": _LARGE_BATCH,
+}
 UNPADDED = {f"sentence-transformers-fa2-{batch_size}": batch_size for batch_size in (32, 256, 1024)}
 
 
 # Each rival: the modules it needs, and how it is loaded.
 LOADERS: dict[str, tuple[tuple[str, ...], Loader]] = {
     "transformers": (("transformers",), _transformers),
-    "sentence-transformers": (("sentence_transformers",), _sentence_transformers),
-    f"sentence-transformers-{_LARGE_BATCH}": (
-        ("sentence_transformers",),
-        _sentence_transformers_large,
-    ),
+    **{
+        name: (
+            ("sentence_transformers",),
+            partial(SentenceTransformersRival, device="cuda", name=name, batch_size=size),
+        )
+        for name, size in PADDED.items()
+    },
     "packed-torch": (("transformers",), PackedTorchRival),
     **{
         name: (("sentence_transformers",), partial(load_unpadded, name=name, batch_size=size))

@@ -29,6 +29,10 @@ class Timing:
     rivals: dict[str, float]
     rounds: int
 
+    @property
+    def found(self) -> dict[str, float]:
+        return {"ours": self.ours, **self.rivals}
+
 
 def alternate(
     ours: Callable[[], object],

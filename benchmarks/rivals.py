@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.measure import cosine_distance
 from bytetx import __version__
 from bytetx.cli.passages import english_passages
 from bytetx.nn.sentence_modules import load_sentence_spec
@@ -155,6 +156,23 @@ def load_rivals(
             except Exception as error:  # a converter may raise anything; the line says what
                 notes.append(f"{name} left out: {type(error).__name__}: {error}")
     return Loaded(tuple(found), tuple(notes))
+
+
+def right_rivals(
+    rivals: Iterable[Rival], some: Inputs, ours: np.ndarray, *, limit: float, notes: list[str]
+) -> list[Rival]:
+    """The rivals whose vectors of `some` are ours; `notes` gets a line for each other one.
+
+    limit: of the cosine distance, beyond which a rival did other work.
+    """
+    kept = []
+    for rival in rivals:
+        distance = cosine_distance(ours, rival.embed(some))
+        if distance > limit:
+            notes.append(f"{rival.name} left out: cosine distance to ours is {distance:.1e}")
+        else:
+            kept.append(rival)
+    return kept
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:

@@ -16,8 +16,8 @@ from benchmarks.encoder import work_of
 from benchmarks.flash_attn import flash_attn_package
 from benchmarks.gpu import DTYPES, Gpu, Work, gpu_suite
 from benchmarks.lengths import Lengths
-from benchmarks.measure import alternate, cosine_distance
-from benchmarks.rivals import Inputs, Rival, load_rivals
+from benchmarks.measure import alternate
+from benchmarks.rivals import Inputs, Rival, load_rivals, right_rivals
 from benchmarks.suite import Measurement, Suite
 from benchmarks.texts import random_token_ids
 from bytetx.checkpoint.demo import demo_checkpoint
@@ -168,11 +168,7 @@ def _rival_runs(
     some = inputs[:_NUM_CHECKED]
     ours = model.embed(some).vectors
     runs: dict[str, Callable[[], object]] = {}
-    for rival in rivals:
-        distance = cosine_distance(ours, rival.embed(some))
-        if distance > _MAX_COSINE_DISTANCE:
-            notes.append(f"{rival.name} left out: cosine distance to ours is {distance:.1e}")
-            continue
+    for rival in right_rivals(rivals, some, ours, limit=_MAX_COSINE_DISTANCE, notes=notes):
         share = inputs[:_NUM_RIVAL_TEXTS]
         if rival.name == "transformers":
             share = cast(Inputs, sorted(share, key=len, reverse=True))
