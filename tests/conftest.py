@@ -48,13 +48,20 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out `real` unless -m names it, and skips what needs more GPUs than there are.
 
+    What is parametrised by nothing, such as the tilings of a module that is not built, is no test.
     torch is asked only when a test needs a GPU.
     """
-    if "real" not in re.findall(r"\w+", config.option.markexpr):
-        deselected = [item for item in items if item.get_closest_marker("real") is not None]
-        items[:] = [item for item in items if item.get_closest_marker("real") is None]
-        if deselected:
-            config.hook.pytest_deselected(items=deselected)
+    wants_real = "real" in re.findall(r"\w+", config.option.markexpr)
+    deselected = [
+        item
+        for item in items
+        if has_no_parameters(item)
+        or (not wants_real and item.get_closest_marker("real") is not None)
+    ]
+    if deselected:
+        left_out = set(deselected)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=deselected)
     needs = {item: needed for item in items if (needed := gpus_needed(item))}
     if not needs:
         return
@@ -93,6 +100,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 _default_device: dict[str, Callable[[], str]] = {}
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # to this process
+
+
+def has_no_parameters(item: pytest.Item) -> bool:
+    """An empty list was given to parametrize, of which pytest makes a test that is skipped."""
+    marks = item.iter_markers("skip")
+    return any("got empty parameter set" in mark.kwargs.get("reason", "") for mark in marks)
 
 
 def gpus_needed(item: pytest.Item) -> int:

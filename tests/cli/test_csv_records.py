@@ -13,6 +13,7 @@ import pytest
 from cli_runs import Bytetx, command, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 
 from bytetx.cli.files import csv_reader, job
 from bytetx.cli.files.reader import open_sources, read_records
@@ -49,10 +50,14 @@ def errors_of(records: list[Record]) -> list[InputError]:
     return [record.value for record in records if isinstance(record.value, InputError)]
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("delimiter", [",", "\t"])
-@pytest.mark.parametrize("place", [0, 1, 3])
-@pytest.mark.parametrize(("damaged", "num_lines", "says"), DAMAGED)
+@pairwise(
+    {
+        "damaged,num_lines,says": DAMAGED,
+        "place": [0, 1, 3],
+        "delimiter": [pytest.param(",", id="comma"), pytest.param("\t", id="tab")],
+        "end": [pytest.param("\n", id="lf"), pytest.param("\r\n", id="crlf")],
+    }
+)
 def test_a_malformed_record_costs_its_own_lines(
     tmp_path: Path,
     damaged: str,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from captured import captured
+from pairwise import pairwise
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -129,12 +130,18 @@ def test_every_shape_is_as_exact_as_torch(
     assert_as_exact_as_torch(case.run(causal=causal), case, causal=causal)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize(
-    "lengths", [EDGES, MIDDLE, [700, 1025, 512]], ids=["edges", "middle", "long"]
+@pairwise(
+    {
+        "head_dim": HEAD_DIMS,
+        "lengths": [
+            pytest.param(EDGES, id="edges"),
+            pytest.param(MIDDLE, id="middle"),
+            pytest.param([700, 1025, 512], id="long"),
+        ],
+        "causal": [False, True],
+        "window": [1, 63, 100],
+    }
 )
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [1, 63, 100])
 def test_a_window_hides_tokens_outside_it(
     head_dim: int, lengths: list[int], causal: bool, window: int
 ) -> None:
@@ -164,13 +171,20 @@ def test_a_relative_bias_is_added(dtype: torch.dtype, head_dim: int, lengths: li
     assert torch.equal(moved, case.run(relative_bias=bias))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 160, 256])
-@pytest.mark.parametrize(
-    "lengths", [EDGES, MIDDLE, [700, 1025, 512], [2100]], ids=["edges", "middle", "long", "longest"]
+@pairwise(
+    {
+        "dtype": DTYPES,
+        "head_dim": [64, 80, 128, 160, 256],
+        "lengths": [
+            pytest.param(EDGES, id="edges"),
+            pytest.param(MIDDLE, id="middle"),
+            pytest.param([700, 1025, 512], id="long"),
+            pytest.param([2100], id="longest"),
+        ],
+        "softcap": [2.0, 50.0],
+        "causal,window": [(False, 0), (True, 0), (True, 100), (False, 63)],
+    }
 )
-@pytest.mark.parametrize("softcap", [2.0, 50.0])
-@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 100), (False, 63)])
 def test_capped_scores(
     dtype: torch.dtype,
     head_dim: int,
@@ -216,10 +230,18 @@ def test_capped_scores_share_a_plan_for_them() -> None:
         case.run(softcap=5.0, plan=wide)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [3.0, 10.0, 60.0])
-@pytest.mark.parametrize("lengths", [[1500], [2500], MIDDLE], ids=["few", "longest", "middle"])
+@pairwise(
+    {
+        "head_dim": HEAD_DIMS,
+        "dtype": DTYPES,
+        "size": [3.0, 10.0, 60.0],
+        "lengths": [
+            pytest.param([1500], id="few"),
+            pytest.param([2500], id="longest"),
+            pytest.param(MIDDLE, id="middle"),
+        ],
+    }
+)
 def test_a_score_far_above_the_earlier_ones(
     size: float, dtype: torch.dtype, head_dim: int, lengths: list[int]
 ) -> None:

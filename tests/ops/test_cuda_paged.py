@@ -7,6 +7,7 @@ import pytest
 import torch
 from captured import captured
 from paged_steps import Step, assert_exact, make_step
+from pairwise import pairwise
 from torch import Tensor
 
 from bytetx.ops.paged import paged_attention, write_kv
@@ -124,11 +125,15 @@ def test_more_wide_heads_on_a_key_than_the_kernels_take(num_heads: int, head_dim
     check([(1, 20), (3, 9), (1, 300)], **heads)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 1.5, 50.0])
-@pytest.mark.parametrize("has_slopes", [False, True])
-@pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("batches", [1, 7], ids=["clusters", "items"])
+@pairwise(
+    {
+        "softcap": [0.0, 1.5, 50.0],
+        "has_slopes": [False, True],
+        "window": [0, 100],
+        "head_dim": [64, 80, 128, 256],
+        "batches": [pytest.param(1, id="clusters"), pytest.param(7, id="items")],
+    }
+)
 def test_capped_scores_and_slopes(
     softcap: float, has_slopes: bool, window: int, head_dim: int, batches: int, dtype: torch.dtype
 ) -> None:

@@ -3,35 +3,35 @@
 import numpy as np
 import pytest
 import torch
+from pairwise import pairwise
 
 from bytetx.hf.padding import padded_layout, position_ids_of
 from bytetx.ops import padding, padding_kernel, reference
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-BACKENDS = ["reference", "triton", "native"]
+# Backends and where they run; the native kernels are for GPUs.
+PLACES = [
+    pytest.param((backend, device), id=f"{backend}-{device}", marks=marks)
+    for device, marks in (("cpu", ()), ("cuda", pytest.mark.gpu))
+    for backend in ("reference", "triton", "native")
+    if (backend, device) != ("native", "cpu")
+]
 MASKS = [torch.bool, torch.int64, torch.int32, torch.uint8, torch.float32, torch.float16]
 POISON = -77
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request, monkeypatch):
-    """The functions of one backend in the op's place; without a GPU Triton interprets them."""
+@pytest.fixture(params=PLACES)
+def device(request, monkeypatch):
+    """Where it runs, the functions of one backend in the op's place; Triton may be interpreted."""
+    backend, device = request.param
     kernels = reference
-    if request.param == "triton":
+    if backend == "triton":
         pytest.importorskip("triton")
         from bytetx.ops import triton_kernels as kernels
-    elif request.param == "native":
+    elif backend == "native":
         kernels = padding_kernel
     monkeypatch.setattr(padding, "_backend", lambda device: kernels)
-    return request.param
-
-
-@pytest.fixture(params=DEVICES)
-def device(request, backend):
-    if backend == "native" and request.param == "cpu":
-        pytest.skip("the native kernels are for GPUs")
-    return request.param
+    return device
 
 
 def mask_of(num_rows, num_columns, *, holes):
@@ -58,9 +58,11 @@ def buffers(num_tokens, num_sequences, device, *, has_types=True):
     return PackedIds(poisoned(num_sequences + 1), poisoned(num_tokens), poisoned(num_tokens), types)
 
 
-@pytest.mark.parametrize("dtype", MASKS)
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 300), (300, 2)])
-def test_counts(backend, device, shape, dtype):
+@pairwise(
+    {"device": PLACES, "shape": [(1, 1), (5, 7), (3, 300), (300, 2)], "dtype": MASKS},
+    indirect=["device"],
+)
+def test_counts(device, shape, dtype):
     for holes in (False, True):
         mask = mask_of(*shape, holes=holes)
         given = mask.to(device, dtype)
@@ -72,14 +74,16 @@ def test_counts(backend, device, shape, dtype):
         assert torch.equal(counts, want)
 
 
-@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("shape", [(1, 128), (5, 7), (3, 300)])
-@pytest.mark.parametrize("holes", [False, True, None])
-@pytest.mark.parametrize("offset", [0, 2])
-@pytest.mark.parametrize("has_seqlens", [False, True])
-def test_packed_rows_are_those_of_a_layout(
-    backend, device, shape, holes, offset, has_seqlens, ids_dtype
-):
+@pairwise(
+    {
+        "shape": [(1, 128), (5, 7), (3, 300)],
+        "holes": [False, True, None],
+        "offset": [0, 2],
+        "has_seqlens": [False, True],
+        "ids_dtype": [torch.int64, torch.int32],
+    }
+)
+def test_packed_rows_are_those_of_a_layout(device, shape, holes, offset, has_seqlens, ids_dtype):
     """holes: None for no mask."""
     ids = ids_of(*shape, ids_dtype).to(device)
     mask = None if holes is None else mask_of(*shape, holes=holes).long().to(device)
@@ -119,7 +123,7 @@ def test_packed_rows_are_those_of_a_layout(
         assert torch.equal(unpacked, want)
 
 
-def test_given_positions_and_rows_that_are_broadcast(backend, device):
+def test_given_positions_and_rows_that_are_broadcast(device):
     ids = ids_of(1, 6, torch.int64).expand(3, 6).to(device)
     mask = torch.tensor([[1, 1, 0, 0, 0, 0], [0] * 6, [0, 1, 1, 1, 1, 1]]).to(device)
     positions = torch.tensor([[9, 8, 7, 6, 5, 2**40]], device=device)
@@ -138,7 +142,7 @@ def test_given_positions_and_rows_that_are_broadcast(backend, device):
 
 
 @pytest.mark.parametrize("bad", [-1, 7000, 2**40])
-def test_bad_ids_of_tokens_are_noted_and_those_of_pads_are_not(backend, device, bad):
+def test_bad_ids_of_tokens_are_noted_and_those_of_pads_are_not(device, bad):
     tables = IdTables(word=10, position=5, token_type=2)
     seen = max(-(2**31), min(bad, 2**31 - 1))
     for number in range(3):
@@ -162,7 +166,7 @@ def test_bad_ids_of_tokens_are_noted_and_those_of_pads_are_not(backend, device, 
             assert bad_ids.tolist() == want
 
 
-def test_a_model_without_a_table_has_no_bad_ids_of_it(backend, device):
+def test_a_model_without_a_table_has_no_bad_ids_of_it(device):
     ids = torch.full((1, 3), 9999, device=device)
     bad_ids = torch.zeros(3, dtype=torch.int32, device=device)
     padding.pack_padded(
@@ -179,7 +183,7 @@ def test_a_model_without_a_table_has_no_bad_ids_of_it(backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 48, 384])
-def test_unpacking(backend, device, width, dtype):
+def test_unpacking(device, width, dtype):
     x = torch.randn(5, width).to(device, dtype)
     rows = torch.tensor([4, -1, 0, 0, -1, 2, 3, 1, -1], dtype=torch.int32, device=device)
     x[1] = torch.nan  # of another text: nothing of it reaches pads
