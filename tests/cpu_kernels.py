@@ -1,17 +1,26 @@
-"""What tests of CPU kernels share: NaN in fresh memory, and every instruction set and dtype.
+"""What tests of CPU kernels share: NaN in fresh memory, instruction sets, dtypes, activations.
 
 A test file gives the fixtures a name of its own to use them: `isa = cpu_kernels.isa`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bytetx.ops import native
 from bytetx.ops.backend_report import backend_report
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+EXACT_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
 
 
 def available_isas() -> list[str]:
@@ -19,6 +28,9 @@ def available_isas() -> list[str]:
     isas = [isa for isa in native.ISA_CODES if isa != "auto"]
     best = backend_report().cpu.rsplit(", ", 1)[-1]
     return isas[: isas.index(best) + 1]
+
+
+VECTOR_ISAS = [isa for isa in available_isas() if isa != "portable"]
 
 
 @pytest.fixture(autouse=True)

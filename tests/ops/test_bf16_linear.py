@@ -1,11 +1,8 @@
 """Linear layers of bf16 on a CPU: the kernel against float64, and the bits of its rows."""
 
-from collections.abc import Callable
-
 import cpu_kernels
 import pytest
 import torch
-import torch.nn.functional as F
 
 from bytetx.ops.bf16_linear import bf16_linear, pack_bf16_weight, why_no_bf16_linear
 from bytetx.ops.linear import ACTIVATIONS, linear, prepare_linear
@@ -14,16 +11,7 @@ pytestmark = pytest.mark.skipif(
     why_no_bf16_linear() is not None, reason=f"bf16_linear: {why_no_bf16_linear()}"
 )
 
-ISAS = [isa for isa in cpu_kernels.available_isas() if isa != "portable"]
 BF16 = torch.bfloat16
-EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "none": lambda x: x,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": torch.relu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
 # (m, n, k): one row, rests of tiles of 6 and 12 rows and 16 and 32 outputs, odd k and k no multiple
 # of a vector, more rows than a block, and a model's sizes.
 SHAPES = [(1, 32, 2), (5, 33, 7), (13, 100, 61), (49, 31, 1), (130, 96, 384), (60, 384, 1536)]
@@ -40,7 +28,7 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", cpu_kernels.VECTOR_ISAS)
 def test_kernel_computes_its_formula(
     isa: str, shape: tuple[int, int, int], is_packed: bool
 ) -> None:
@@ -50,7 +38,7 @@ def test_kernel_computes_its_formula(
     for has_bias in (True, False):
         sums = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
         for index, activation in enumerate(ACTIVATIONS):
-            expected = EXACT[activation](sums)
+            expected = cpu_kernels.EXACT_ACTIVATIONS[activation](sums)
             got = bf16_linear(
                 x,
                 given,
@@ -71,11 +59,13 @@ def test_what_is_not_finite_shows(value: float) -> None:
     x[7, 32] = value
     for index, activation in enumerate(ACTIVATIONS):
         got = bf16_linear(x, weight.abs() + 1, bias, n=40, activation=index, is_packed=False)
-        expected = EXACT[activation](x.double() @ (weight.abs() + 1).double().T + bias.double())
+        expected = cpu_kernels.EXACT_ACTIVATIONS[activation](
+            x.double() @ (weight.abs() + 1).double().T + bias.double()
+        )
         assert torch.equal(got.isfinite(), expected.isfinite()), activation
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", cpu_kernels.VECTOR_ISAS)
 def test_rows_have_their_bits_in_every_number_of_rows_and_threads(isa: str) -> None:
     threads = torch.get_num_threads()
     try:

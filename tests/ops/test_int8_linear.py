@@ -1,7 +1,5 @@
 """Linear layers of 8-bit integers: the kernel against its formula in float64, and its rounding."""
 
-from collections.abc import Callable
-
 import cpu_kernels
 import pytest
 import torch
@@ -21,17 +19,6 @@ needs_kernel = pytest.mark.skipif(
     why_no_int8_linear() is not None, reason=f"int8: {why_no_int8_linear()}"
 )
 
-# AVX2 has a kernel of its own, AVX-512 one with VNNI.
-ISAS = [isa for isa in cpu_kernels.available_isas() if isa != "portable"]
-
-EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "none": lambda x: x,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": torch.relu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
 # (m, n, k): one row, rests of tiles of 6 and 12 rows and 16 and 32 outputs, k no multiple of 4 or
 # 16, more rows than a block, and a model's sizes.
 SHAPES = [(1, 32, 4), (5, 33, 7), (13, 100, 61), (49, 31, 1), (130, 96, 384), (60, 384, 1536)]
@@ -61,7 +48,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", cpu_kernels.VECTOR_ISAS)
 def test_kernel_computes_its_formula(
     isa: str, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -72,7 +59,7 @@ def test_kernel_computes_its_formula(
     assert w is not None and plain.bias is not None
     sums = rounded(x) @ restored(w).T + plain.bias.double()
     for index, activation in enumerate(ACTIVATIONS):
-        expected = EXACT[activation](sums)
+        expected = cpu_kernels.EXACT_ACTIVATIONS[activation](sums)
         got = run_int8_linear(x, w, activation=index, isa=isa).double()
         # A value that lies between two of the 256 steps may be rounded to either, in f32 and f64:
         # one step in some thousand. What is left is the result's own rounding.
@@ -81,7 +68,7 @@ def test_kernel_computes_its_formula(
 
 
 @needs_kernel
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", cpu_kernels.VECTOR_ISAS)
 @pytest.mark.parametrize("largest", [1.0, 3e38])
 def test_the_largest_sums_and_values(isa: str, largest: float) -> None:
     """Every product at its largest, in the longest rows that are taken; and the edge of f32."""
@@ -101,7 +88,7 @@ def test_every_instruction_set_multiplies_the_same_integers(dtype: torch.dtype) 
     w = quantize_linear(layer(70, 130, dtype)).int8
     assert w is not None
     x = torch.randn(31, 130).to(dtype)
-    results = [run_int8_linear(x, w, activation=0, isa=isa) for isa in ISAS]
+    results = [run_int8_linear(x, w, activation=0, isa=isa) for isa in cpu_kernels.VECTOR_ISAS]
     assert all(torch.equal(result, results[0]) for result in results)
 
 

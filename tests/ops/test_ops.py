@@ -7,13 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_kernels import available_isas
 from torch import Tensor
 
 from bytetx.ops import attention, embedding, linear, native, norm, pooling, reference
-from bytetx.ops.backend_report import backend_report
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-ISAS = [isa for isa in native.ISA_CODES if isa != "auto"]
 SEQLENS = [5, 0, 1, 300, 0, 33]  # empty, single, one long among short, no multiple of a tile
 LONG = [5, 0, 1, 3000, 0, 129]  # long enough that several CTAs share a sequence
 EPS = 1e-12
@@ -27,11 +26,6 @@ class Case:
     kernel: Callable[[str], Tensor] | None  # by instruction set
     public: Callable[[], Tensor]
     torch: Callable[[torch.dtype], Tensor]  # all inputs converted to the dtype first
-
-
-def available_isas() -> list[str]:
-    best = backend_report().cpu.rsplit(", ", 1)[-1]
-    return ISAS[: ISAS.index(best) + 1]
 
 
 def cu_seqlens_of(seqlens: list[int]) -> Tensor:
