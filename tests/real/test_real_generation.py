@@ -1,7 +1,9 @@
-"""Trained causal models: transformers' greedy tokens."""
+"""Trained causal models: transformers' greedy tokens, and its log-perplexity in bf16."""
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -26,10 +28,11 @@ def logits(model: PreTrainedModel, ids: list[int], *, num_last: int = 0) -> torc
     return found
 
 
-@pytest.mark.parametrize("checkpoint", ["SmolLM2-135M-Instruct"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["SmolLM2-135M-Instruct", "gemma-3-270m"], indirect=True)
 def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, lee_texts: list[str]) -> None:
     """Each token is transformers' choice behind those before it, so that all of them are."""
-    # Beginnings of 3 to 20 words, so that steps hold prompts of many lengths, and a long text.
+    # Beginnings of 3 to 20 words, so that steps hold prompts of many lengths, and a text that is
+    # longer than the 512 tokens which Gemma's local layers see.
     beginnings = [" ".join(text.split()[: 3 + i * 7 % 18]) for i, text in enumerate(lee_texts)]
     prompts = token_ids(checkpoint, [*beginnings, " ".join(lee_texts[:8])])
     assert len(prompts[-1]) > 512
@@ -48,3 +51,33 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, lee_texts: li
     # A gap is a tie but for the order of sums: logits are some tens, and off by some 1e-5.
     assert largest_gap <= 1e-4
     assert num_equal >= len(prompts) - 1
+
+
+@pytest.mark.parametrize("checkpoint", ["SmolLM2-135M-Instruct"], indirect=True)
+def test_log_likelihoods_in_bf16_err_no_more_than_those_of_transformers(
+    checkpoint: Path, lee_texts: list[str]
+) -> None:
+    ids = token_ids(checkpoint, lee_texts)
+
+    def log_likelihoods(model: PreTrainedModel) -> list[np.ndarray]:
+        """f64, of each text's tokens behind the first; one text's logits are held at a time."""
+        return [
+            logits(model, one)[:-1].double().log_softmax(-1)[range(len(one) - 1), one[1:]].numpy()
+            for one in ids
+        ]
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    theirs = log_likelihoods(model)
+    exact = log_likelihoods(model.float())  # the same weights, whose arithmetic errs by 1e-6
+    scores = bytetx.load(checkpoint, device="cpu", dtype="bfloat16").score(ids)
+    ours = [score.token_log_likelihoods.astype(np.float64) for score in scores]
+
+    def errors(found: list[np.ndarray]) -> tuple[float, float]:
+        """Root mean squares over tokens and over texts' log-perplexities."""
+        off = [a - b for a, b in zip(found, exact, strict=True)]
+        tokens, texts = np.concatenate(off), np.array([one.mean() for one in off])
+        return math.sqrt((tokens**2).mean()), math.sqrt((texts**2).mean())
+
+    for what, our, their in zip(("tokens", "texts"), errors(ours), errors(theirs), strict=True):
+        print(f"{what}: ours err by {our:.5f}, those of transformers by {their:.5f}")
+        assert our <= their, what
