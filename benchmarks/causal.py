@@ -123,7 +123,7 @@ def decode_bytes(spec: ModelSpec, requests: Sequence[Request], dtype: torch.dtyp
 
 
 def kv_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Of one token in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     heads = {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
     return page_bytes(num_layers=spec.num_layers, page_size=1, dtype=dtype, **heads)
 

@@ -160,7 +160,7 @@ def _draw_panel(ax: "Axes", theme: Theme, panel: Panel) -> None:
 
 
 def _draw_columns(ax: "Axes", theme: Theme, columns: Sequence[str], panel: Panel) -> None:
-    """How many times faster ours is than each column's engine, in words beside each group."""
+    """Write how many times faster ours is than each column's engine, in words beside each group."""
     places = [(_WORDS + _COLUMN * (i + 1)) * 72 for i in range(len(columns))]  # points
     for place, name in zip(places, columns, strict=True):
         ax.annotate(name, (1, 1), (place, 6), "axes fraction", "offset points",

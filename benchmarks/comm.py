@@ -43,7 +43,7 @@ LAYERS = {"ag_gemm": _GATHER_LAYERS, "gemm_rs": _SUM_LAYERS, "gemm_ar": _SUM_LAY
 _MANY_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _FEW_TOKENS = (16, 64, 256, 512)
 _FEWEST_CALLS = 4  # in one graph, so that its start is no part of the time
-_LONG_US, _FLOP_PER_US = 1_000, 6e8  # of a long call; of a GPU
+_LONG_US, _FLOP_PER_US = 1_000, 6e8  # the least time of a long call; a GPU's rate
 
 Call = Callable[[LinearWeight], object]
 
@@ -60,7 +60,7 @@ class Shape:
 
 
 def suite(*, op: str, patterns: list[str]) -> Suite:
-    """For a process that torchrun started.  op: "ag_gemm", "gemm_rs" or "gemm_ar"."""
+    """Make the suite in a process that torchrun started.  op: "ag_gemm", "gemm_rs" or "gemm_ar"."""
     ranks = join()
     run = partial(_MEASURES[op], ranks=ranks)
     return gpu_suite(op, shapes(op, ranks.size), run, patterns=patterns, unit="us")
@@ -201,7 +201,7 @@ _MEASURES = {"ag_gemm": measure_gather, "gemm_rs": measure_scatter, "gemm_ar": m
 
 
 def join() -> Ranks:
-    """With memory for all cases."""
+    """Join the ranks, with memory for all cases."""
     num_bytes = workspace_bytes(
         max_tokens=max(_MANY_TOKENS), hidden_size=12288, size=dist.get_world_size(), itemsize=2
     )
@@ -209,7 +209,7 @@ def join() -> Ranks:
 
 
 def is_long(flop: float) -> bool:
-    """Whether a rank's GEMM is measured alone: it takes so long that no call before it matters."""
+    """Return whether a GEMM is measured alone: it takes so long that no call before matters."""
     return flop / _FLOP_PER_US > _LONG_US
 
 

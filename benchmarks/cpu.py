@@ -34,7 +34,7 @@ _MAX_COSINE_DISTANCE = {"fp32": 1e-4, "bf16": 2e-2, INT8: 2e-2}
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much a run measures; counts of texts, tokens, rounds; seconds a case."""
+    """Amounts of a run: counts of texts, tokens and rounds; seconds per case."""
 
     num_texts: int = 256
     num_base_texts: int = 48
@@ -104,7 +104,7 @@ class Contest:
         )
 
     def texts(self, count: int, *, is_sorted: bool) -> Measurement:
-        """From strings; sorted means longest first by characters, as users sort."""
+        """Measure from strings; sorted means longest first by characters, as users sort."""
         passages = english_passages(count)
         if is_sorted:
             passages.sort(key=len, reverse=True)
@@ -112,7 +112,7 @@ class Contest:
         return self._measure(passages, kept, {"order": "sorted" if is_sorted else "arrival"})
 
     def token_ids(self, profile: str) -> Measurement:
-        """From token ids whose lengths follow a profile, in arrival order."""
+        """Measure from token ids whose lengths follow a profile, in arrival order."""
         spec = self.model.spec
         lengths = texts.profile_lengths(profile, total_tokens=self.sizes.profile_tokens)
         lengths = [min(length, spec.max_positions) for length in lengths]
@@ -153,7 +153,7 @@ class Contest:
         return measured(timing.found, floor, recorded, notes, per=total / 1e6)  # us/token
 
     def _losses(self, inputs: Inputs, competitors: Sequence[Rival]) -> list[str]:
-        """How far the vectors of each are from those in fp32."""
+        """Say how far the vectors of each are from those in fp32."""
         exact = bytetx.load(self.checkpoint, device="cpu", dtype=torch.float32)
         expected = exact.embed(inputs).vectors
         vectors = {"bytetx": self.model.embed(inputs).vectors}

@@ -75,6 +75,6 @@ def _random_gpt2(folder: Path) -> Any:
 
 
 def _differences(ours: list[list[int]], theirs: list[list[int]]) -> tuple[str, ...]:
-    """What a reader must know where answers are not the same, token by token."""
+    """Return notes on answers that are not the same, token by token."""
     differing = sum(list(a) != list(b) for a, b in zip(ours, theirs, strict=True))
     return (f"{differing} of {len(ours)} answers differ from transformers'",) if differing else ()

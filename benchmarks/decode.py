@@ -247,7 +247,7 @@ def _attention_runs(step: Step) -> tuple[dict[str, Run], int]:
 
 
 def _flash3_runs(step: Step, fa3: FlashAttention3, notes: list[str]) -> dict[str, Run]:
-    """Those whose result is ours on the same pages; a line in `notes` for each other one."""
+    """Return those whose result is ours on the same pages; `notes` gets a line for others."""
     kept: dict[str, Run] = {}
     for page_size in _FA3_PAGE_SIZES:
         name = f"{flash_attn3.NAME}-page-{page_size}"

@@ -251,7 +251,7 @@ class Contest:
         return measured(timing.found, flop / self._gemm_flops, sizes, notes, per=1e-3)
 
     def _load_whole(self, shape: Shape, dtype: torch.dtype, *, device: str) -> bool:
-        """Whether the model is another one than before."""
+        """Return whether the model is another one than before."""
         if shape.size == self._size:
             return False
         self._size, self._notes = shape.size, []
@@ -279,7 +279,7 @@ class Contest:
             self._notes.append(left_out("packed-torch-compiled", error))
 
     def _runs(self, shape: Shape, inputs: LayerInputs) -> dict[str, Callable[[], Tensor]]:
-        """Every engine's forward pass; transformers' answers with the padded rectangle."""
+        """Every engine's forward pass; transformers' answers with the padded positions."""
         encoder, (padded, mask) = self.bert.model.encoder, inputs.padded()
         runs: dict[str, Callable[[], Tensor]] = {
             "ours": partial(self.bert.transformer.layers.run, lambda: inputs.x, inputs.batch),

@@ -112,7 +112,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What our runs gave: the median of their seconds, and the memory of the first to the last.
+    """Results of our runs: the median of their seconds, and the memory of the first to the last.
 
     computed_bytes: weights, cache and workspace, as they are known before.
     """

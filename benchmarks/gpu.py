@@ -1,4 +1,4 @@
-"""What the GPU suites measure with: clocks, the rates of this GPU, and the floor they stand for."""
+"""Clocks of the GPU suites, the rates of this GPU, and the floor that they stand for."""
 
 import random
 import statistics
@@ -36,7 +36,7 @@ _MAX_ROTATED = 48
 
 
 class Shape(Protocol):
-    """What a suite's description of a case has at least."""
+    """Attributes that a suite's description of a case has at least."""
 
     @property
     def name(self) -> str: ...
@@ -52,7 +52,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a case cannot do without: bytes that go through device memory once, and FLOP."""
+    """Work that a case cannot avoid: bytes through device memory once, and FLOP."""
 
     num_bytes: float
     flop: float = 0.0
@@ -60,7 +60,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What this GPU reached a moment ago; the floor stands on it."""
+    """Rates that this GPU reached a moment ago; the floor stands on them."""
 
     copy_bytes_per_second: float
     gemm_flops: float
@@ -151,17 +151,17 @@ def cpu_suite(
 
 
 def num_rotated(bytes_per_call: int) -> int:
-    """How many sets of operands calls must take in turn for none to find its own in the L2."""
+    """Return how many sets of operands calls take in turn for none to find its own in L2."""
     return min(max(-(-_ROTATED_BYTES // max(bytes_per_call, 1)), 2), _MAX_ROTATED)
 
 
 def is_hot(flop: float) -> bool:
-    """Whether calls of so many FLOP each bring a GPU to its power limit."""
+    """Return whether calls of so many FLOP each bring a GPU to its power limit."""
     return flop >= _HOT_FLOP
 
 
 def sample_us_of(flop: float, *, cool_us: float = SAMPLE_US) -> float:
-    """How long samples of a run are whose calls do so many FLOP each; cool_us: of few."""
+    """Return the length of samples of calls with so many FLOP each; cool_us: with few."""
     return _HOT_SAMPLE_US if is_hot(flop) else cool_us
 
 

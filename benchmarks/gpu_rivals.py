@@ -1,4 +1,4 @@
-"""What a user would run on a GPU instead, from texts or token ids to vectors on the host."""
+"""Rivals on a GPU, from texts or token ids to vectors on the host."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -103,7 +103,7 @@ class Shape:
 
 
 def shapes() -> list[Shape]:
-    """Of each family, batches of five sizes, of equally long texts and of texts of all lengths."""
+    """Batches of five sizes for each family, of equally long texts and of texts of all lengths."""
     return [
         Shape(f"{name}-{kind}-{tokens}", name, lengths)
         for name, family in FAMILIES.items()
@@ -223,7 +223,7 @@ def _rounds_ms(models: Models, texts: Sequence[list[int]]) -> dict[Grid, list[fl
 
 
 def is_faster(times: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether the times of all rounds say so: of five rounds, 1 of 32 pairs of equals would."""
+    """Return whether all rounds say so: of five rounds, 1 of 32 pairs of equals would."""
     return all(time < other for time, other in zip(times, others, strict=True))
 
 
@@ -242,7 +242,7 @@ def _embed(models: Models, grid: Grid, texts: Sequence[list[int]]) -> None:
 
 
 def hidden_share(run: Callable[[], object]) -> float | None:
-    """Of the time of the copies between GPUs that `run` does on this one, the share in which a
+    """Return the share of the time of this GPU's copies from others, as `run` does them, in which a
     kernel runs; None where there are none, or no GPU."""
     if not torch.cuda.is_available():
         return None
@@ -296,7 +296,7 @@ def _loaded(family: Family, size: int) -> Iterator[Models]:
 
 
 def _ragged(longest: int, tokens: int) -> tuple[int, ...]:
-    """From a tenth of `longest` to all of it, in no order, and `tokens` in total."""
+    """Lengths from a tenth of `longest` to all of it, in no order, `tokens` in total."""
     count = round(tokens / (0.55 * longest))
     lengths = np.linspace(0.1 * longest, longest, count)
     whole = np.maximum(1, (lengths * tokens / lengths.sum()).astype(np.int64).clip(max=longest))

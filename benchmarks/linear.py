@@ -53,7 +53,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What one call reads."""
+    """Operands of one call."""
 
     x: torch.Tensor  # [m, k]
     weight: torch.Tensor  # [n, k]

@@ -68,7 +68,7 @@ def cpu_shapes() -> list[Shape]:
 
 
 def measure(shape: Shape, gpu: Gpu) -> Measurement:
-    """By the host's clock, from vectors on the GPU to scores there."""
+    """Measure by the host's clock, from vectors on the GPU to scores there."""
     notes: list[str] = []
     runs = right_runs(make_runs(shape, "cuda"), None, notes)
     for run in runs.values():

@@ -94,7 +94,7 @@ def _wall_us(run: Callable[[], Any], device: str) -> float:
 
 
 def _graph_us(run: Callable[[], Any], notes: list[str]) -> dict[str, float]:
-    """Of its kernels as one CUDA graph, as ours are replayed; a line in notes where it is none."""
+    """Time its kernels as one CUDA graph, as ours are; a line in notes where it is none."""
     from benchmarks.gpu import graph_us, left_out
 
     name = "packed-encoders-graph"

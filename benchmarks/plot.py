@@ -180,7 +180,7 @@ def _tp_layer(records: Records) -> Chart:
 
 
 def _step(record: Record) -> str:
-    """What the rows of a layer are."""
+    """Name the rows of a layer."""
     if record.shape["keys"]:
         return f"decode {record.shape['batch_size']}"
     tokens, count = int(record.shape["total_tokens"]), int(record.shape["batch_size"])

@@ -1,4 +1,4 @@
-"""What suites on several GPUs measure with: one process a GPU, and times of the slowest of them."""
+"""Clocks of suites on several GPUs: one process per GPU, and times of the slowest of them."""
 
 import os
 import statistics
@@ -92,7 +92,7 @@ def overlap_measurement(
     notes: Iterable[str] = (),
     serial: str = "cublas-nccl",
 ) -> Measurement:
-    """What the times of runs say of overlap: of ours, of gemm and nccl alone, and of rivals.
+    """Measure overlap by the times of ours, of gemm and nccl alone, and of rivals.
 
     serial: the rival that does one behind the other.
     """

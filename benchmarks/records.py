@@ -42,7 +42,7 @@ class Record:
     versions: dict[str, str]
 
     def ratio(self, rival: str) -> float:
-        """How many times the rival's number is ours: above 1, ours is better."""
+        """Ratio of the rival's number to ours: above 1, ours is better."""
         return self.rivals[rival] / self.ours
 
     @property

@@ -1,4 +1,4 @@
-"""Which rivals are measured: those that compute what ours computes."""
+"""Choice of the rivals to measure: those that compute what ours computes."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What a user would run instead, in the same process: padded batches of 32, each library's way."""
+"""Rivals in the same process: padded batches of 32, the way of each library."""
 
 import importlib.util
 import logging
@@ -107,7 +107,7 @@ class SentenceTransformersRival:
 
     @property
     def unpads(self) -> bool:
-        """Whether it runs batches without padding, which it decides by itself."""
+        """Return whether it runs batches without padding, which it decides by itself."""
         return bool(getattr(self._model[0], "can_flatten_inputs", False))
 
     def embed(self, inputs: Inputs) -> np.ndarray:

@@ -63,7 +63,7 @@ _KEPT_UP = 0.95  # of the arrivals answered in time; below, latencies say how lo
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is measured: seconds of load a case and server, and where rivals are installed.
+    """Seconds of load per case and server, and where rivals are installed.
 
     rates: requests of one text a second, of cases of their own.
     num_generators: processes that send; one is enough for some thousand requests a second.
@@ -85,7 +85,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One case: texts of these lengths, a request each or `texts_per_request`.
+    """One case: texts of these lengths, one per request or `texts_per_request`.
 
     callers: so many ask in turn; None: requests arrive at random, rate a second, or, with None, at
     half of what the same server answers to 64 callers.
@@ -311,7 +311,7 @@ class Contest:
         return english_passages(_NUM_TEXTS, lengths=LENGTHS[lengths])
 
     def _embed_us(self, lengths: str) -> float:
-        """Of Model.embed a text, all given at once: what no server that runs it can beat."""
+        """Time Model.embed per text, all given at once: no server that runs it can beat that."""
         texts = self._texts(lengths)[: 256 if self._settings.device == "cpu" else None]
         return _median_seconds(partial(self.model.embed, texts, truncate=True)) / len(texts) * 1e6
 
@@ -380,7 +380,7 @@ def _shape(name: str, stream: Stream, found: LoadResult) -> dict[str, int | floa
 
 
 def _complaints(name: str, stream: Stream, result: StreamResult) -> Iterator[str]:
-    """What a reader of the numbers must know: failures, and arrivals that were not kept up with."""
+    """Return notes on failures, and on arrivals that were not kept up with."""
     for kind, count in sorted(result.failures.items()):
         yield f"{name}: {count} of {result.offered} {stream.name} failed ({kind})"
     answered = result.answered / stream.texts_per_request

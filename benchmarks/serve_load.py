@@ -43,7 +43,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to send to 127.0.0.1:port.
+    """Requests to send to 127.0.0.1:port.
 
     warm_up_s, seconds: of the time before, and of the time that is measured.
     drain_s: how long answers are waited for after that.
@@ -59,7 +59,7 @@ class Plan:
     seed: int = 0
 
     def share(self, index: int, count: int) -> "Plan":
-        """What the process of this index does of the plan; count processes do all of it."""
+        """Return the part of the plan for the process of this index; all do the whole of it."""
         streams = []
         for stream in self.streams:
             callers, rate = stream.callers, stream.rate
@@ -75,7 +75,7 @@ class Plan:
 
 @dataclass(slots=True)
 class StreamResult:
-    """What a stream saw of the measured time.
+    """Answers and failures of a stream within the measured time.
 
     latencies_ms: of the good answers, from the moment the request arrived (or was sent by a
         caller), waiting for a connection included.
@@ -95,7 +95,7 @@ class StreamResult:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """By the streams' names; cpu_share: of one core, what the generator itself took."""
+    """Results by the streams' names; cpu_share: the part of a core that the generator took."""
 
     streams: dict[str, StreamResult]
     seconds: float
@@ -112,7 +112,7 @@ class LoadResult:
 
 
 def merged(results: Sequence[LoadResult]) -> LoadResult:
-    """Of processes that ran shares of one plan at the same time."""
+    """Merge the results of processes that ran shares of one plan at the same time."""
     streams: dict[str, StreamResult] = {}
     for found in results:
         for name, part in found.streams.items():
@@ -335,7 +335,7 @@ class _Pool:
         self._opening: set[asyncio.Task[None]] = set()
 
     def is_due_to_yield(self) -> bool:
-        """Whether so many arrivals were late in a row that answers must be read in between."""
+        """Return whether so many arrivals in a row were late that answers must be read now."""
         self._since_yield = (self._since_yield + 1) % 16
         return self._since_yield == 0
 

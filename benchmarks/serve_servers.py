@@ -31,7 +31,7 @@ class ServerError(BytetxError):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a server is started.
+    """Command that starts a server.
 
     arguments: {port} stands for its port.   path: of its route for embeddings, as OpenAI's.
     environment: what it needs beside this process's own, as `env` takes it.

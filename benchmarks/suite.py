@@ -1,4 +1,4 @@
-"""What a suite is: cases that measure themselves, and the loop that runs and records them."""
+"""Suites: cases that measure themselves, and the loop that runs and records them."""
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one case found; `ours`, `rivals` and `floor` in the case's unit, lower is better.
+    """Result of one case; `ours`, `rivals` and `floor` in the case's unit, lower is better.
 
     shape: sizes of the input, for the record.   notes: what a reader of the numbers must know.
     """
@@ -103,7 +103,10 @@ def select(
     what: str = "no case",
     them: str = "the cases",
 ) -> list[T]:
-    """Those whose names the patterns select. Raises none_fits(), which what and them are for."""
+    """Return the items whose names the patterns select.
+
+    what, them: words of none_fits(), which is raised where there is none.
+    """
     every = list(items)
     chosen = [item for item in every if is_selected(name(item), patterns)]
     if not chosen:
@@ -114,12 +117,12 @@ def select(
 def none_fits(
     patterns: list[str], names: Iterable[str], *, what: str = "no case", them: str = "the cases"
 ) -> OptionError:
-    """That no name fits any pattern, and which names there are."""
+    """Make the error that no name fits any pattern, with the names that there are."""
     return OptionError(f"{what} fits {', '.join(patterns)}; {them} are: {', '.join(names)}")
 
 
 def is_selected(name: str, patterns: list[str]) -> bool:
-    """Whether a case runs: no pattern, a pattern that is part of its name, or a glob that fits."""
+    """Return whether a case runs: no pattern, or one that is part of its name or fits as a glob."""
     return not patterns or any(
         pattern in name or fnmatch.fnmatchcase(name, pattern) for pattern in patterns
     )

@@ -64,7 +64,7 @@ def suite(*, patterns: list[str]) -> Suite:
 
 
 def shapes(size: int) -> list[Shape]:
-    """For a group of `size` ranks: prefills full and ragged, decodes, of models large and small."""
+    """Cases of `size` ranks: prefills full and ragged, decodes, of models large and small."""
     return [replace(shape, name=f"tp{size}-{shape.name}") for shape in _steps()]
 
 
@@ -86,7 +86,7 @@ def _steps() -> list[Shape]:
 
 
 def _spread(longest: int, count: int) -> np.ndarray:
-    """From a fifth of `longest` to all of it, 0.6 of it on average, in no order."""
+    """Lengths from a fifth of `longest` to all of it, 0.6 of it on average, in no order."""
     lengths = np.linspace(0.2 * longest, longest, count).round().astype(np.int64)
     return np.random.default_rng(0).permutation(lengths)
 
@@ -96,7 +96,7 @@ def _decode(model: str, num_seqs: int) -> Shape:
 
 
 class NoCollectives:
-    """What a rank computes with nothing on its way: results of the right shapes, at once."""
+    """Collectives that move nothing: results of the right shapes, at once."""
 
     def __init__(self, rank: int):
         self._rank = rank

@@ -63,7 +63,7 @@ class Share:
     def like(self) -> Tensor:
         """A tensor of the weights' dtype and device."""
         norm = self.layers[0].attn_norm
-        assert norm is not None  # of all models of the bench
+        assert norm is not None  # every model here has one
         return norm.weight
 
 
@@ -209,7 +209,7 @@ def _linear(like: Tensor, n: int, k: int, *, has_bias: bool) -> LinearWeight:
 
 
 def _out_linear(like: Tensor, blocks: Blocks, n: int, k: int, *, has_bias: bool) -> OutWeight:
-    """Of a rank the weight alone, with the bias beside it."""
+    """Make a linear layer; a rank's share has its bias beside it."""
     if blocks.shard is None:
         return _linear(like, n, k, has_bias=has_bias)
     bias = _randn(like, n) if has_bias else None
@@ -217,7 +217,7 @@ def _out_linear(like: Tensor, blocks: Blocks, n: int, k: int, *, has_bias: bool)
 
 
 def _matrix(like: Tensor, n: int, k: int) -> Tensor:
-    """Of a size that keeps the features' magnitude."""
+    """Draw a matrix that keeps the features' magnitude."""
     return _randn(like, n, k).mul_(k**-0.5)
 
 

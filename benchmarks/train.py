@@ -54,7 +54,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `python -m benchmarks train` is told. None: the shape's own.
+    """Settings of `python -m benchmarks train`. None: the shape's own.
 
     tokens: of a batch, all ranks together.  grids: empty is every grid without x.
     """
@@ -119,7 +119,7 @@ def check(*, grid: list[str] | None, no_overlap: bool, **given: Any) -> Settings
 
 
 def suite(*, patterns: list[str], **given: Any) -> Suite:
-    """For a process that torchrun started.  given: as of check()."""
+    """Make the suite in a process that torchrun started.  given: as of check()."""
     settings = check(**given)
     config, size = settings.config(), dist.get_world_size()
     name = f"{settings.shape}-l{config.num_layers}-h{config.hidden_size}-t{settings.tokens}"
@@ -202,7 +202,7 @@ class GridTrainer:
         return train_step(self._model, self._optimizer, self._batch)
 
     def gradient_error(self, wanted: Weights) -> float:
-        """Of this rank's parts; each part's error over the norm of its own part."""
+        """Return the largest error of this rank's parts, over the norm of each part."""
         parts = GridGpt(self._config, wanted, groups=self._groups)
         pairs = zip(self._model.parameters(), parts.parameters(), strict=True)
         found = [relative_error(p.grad, part.detach()) for p, part in pairs if p.grad is not None]
@@ -224,7 +224,7 @@ class GridTrainer:
 
 
 def rivals_of(grid: Grid, device: torch.device) -> dict[str, Make]:
-    """What trains the same model on the same ranks with torch, and axonn where it runs."""
+    """Return the trainers of the same model on the same ranks: torch's, and axonn where it runs."""
     found: dict[str, Make] = {}
     if grid.y * grid.x == 1:
         found["fsdp2"] = train_rivals.mesh_trainer

@@ -32,7 +32,7 @@ def why_no_axonn(device: torch.device) -> str | None:
 
 
 class AxonnTrainer:
-    """On a grid without x, for axonn has no norms whose features are divided; with all its overlap.
+    """Trainer on a grid without x (axonn has no norms of divided features), with all its overlap.
 
     Not run on a GPU yet. axonn sums gradients of biases over depth only where a bias says by
     `needs_gradient_sync` that it needs that, which those of its own layers do not.

@@ -1,4 +1,4 @@
-"""What trains the same GPT with torch's own parallelism: DDP, FSDP2, DTensor tensor parallel."""
+"""Trainers of the same GPT with torch's parallelism: DDP, FSDP2, DTensor tensor parallel."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -31,7 +31,7 @@ MakeLinear = Callable[[int, int], nn.Module]  # of numbers of inputs and outputs
 
 @dataclass(frozen=True, slots=True)
 class SlotBatch:
-    """What a slot trains on.  input_ids, targets: int64 [sequences, seqlen].  total_tokens: of all
+    """Batch of a slot.  input_ids, targets: int64 [sequences, seqlen].  total_tokens: of all
     slots, the loss's divisor."""
 
     input_ids: Tensor
@@ -114,7 +114,7 @@ class PlainGpt(nn.Module):
 
 
 def plain_gpt(config: GptConfig, weights: Weights, device: torch.device) -> PlainGpt:
-    """With copies of the weights, on the device."""
+    """Make the model with copies of the weights, on the device."""
     with torch.device("meta"):
         model = PlainGpt(config)
     state = {_torch_name(name): w.to(device, copy=True) for name, w in weights.items()}
@@ -123,7 +123,7 @@ def plain_gpt(config: GptConfig, weights: Weights, device: torch.device) -> Plai
 
 
 def _torch_name(name: str) -> str:
-    """Of a weight of initial_weights, in PlainGpt."""
+    """Return the name in PlainGpt of a weight of initial_weights."""
     if name in ("word", "position"):
         return f"{name}.weight"
     return f"layers.{name}" if name[0].isdecimal() else name
@@ -198,7 +198,7 @@ class TorchTrainer:
 
 
 def whole(x: Tensor) -> Tensor:
-    """Of a DTensor, what all ranks together hold."""
+    """Return the tensor that all ranks of a DTensor hold together."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 

@@ -80,7 +80,7 @@ class Found:
 
 
 def tune(path: Path) -> Iterator[str]:
-    """Measures and yields a text a line; writes the table at the end.
+    """Measures and yields a text for each line; writes the table at the end.
 
     Raises BytetxError where there is no GPU that the kernels run on.
     """
@@ -157,7 +157,7 @@ def _best(shape: Shape) -> Found:
 
 
 def _norms_faster(shape: Shape, alone: Found, fused: Found, *, left: bool) -> bool:
-    """Whether one kernel for product, residual and layer norm beats two.
+    """Return whether one kernel for product, residual and layer norm beats two.
 
     left: the best two are `alone` and a norm that reads the residual, else `fused` and a norm.
     """
@@ -191,7 +191,7 @@ def _norms_faster(shape: Shape, alone: Found, fused: Found, *, left: bool) -> bo
 
 
 def _candidates(shape: Shape) -> list[Candidate]:
-    """What is worth a measurement: the plans that are predicted to take the least, and cuBLAS."""
+    """Return the plans that are predicted to take the least time, and cuBLAS."""
     able = gating_tilings() if shape.epilogue == GATED else tilings()
     ranked = ranked_plans(able, shape.m, shape.n, shape.k)
     near = [(t.name, s) for us, t, s in ranked if us < _FAR_OFF * ranked[0][0]]

@@ -165,7 +165,7 @@ def candidates(layer: Layer, m: int) -> list[CommPlan]:
 
 
 def _flop(layer: Layer, m: int) -> float:
-    """Of a rank's GEMM."""
+    """Return the FLOP of a rank's GEMM."""
     return 2.0 * m * layer.n * layer.k
 
 
@@ -203,7 +203,7 @@ def preferred(times: Mapping[K, float], alike: float) -> K:
 
 
 def near_best(times: Mapping[K, float], factor: float) -> list[K]:
-    """Those that take at most `factor` times as long as the best, in their order."""
+    """Return those that take at most `factor` times as long as the best, in their order."""
     most = factor * min(times.values())
     return [name for name, us in times.items() if us <= most]
 

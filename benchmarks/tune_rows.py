@@ -34,7 +34,7 @@ Times = Mapping[int, Mapping[int, float]]  # rows -> tile -> microseconds
 
 
 def tune_rows(path: Path, ranks: Ranks, *, patterns: list[str]) -> Iterator[str]:
-    """Measures and yields a text a line; rank 0 writes each model's scheme. All ranks call it.
+    """Measures and yields a text for each line; rank 0 writes the schemes. All ranks call it.
 
     patterns: parts or globs of the models' names; empty means all.
     Raises BytetxError where none fits.

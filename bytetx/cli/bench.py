@@ -160,7 +160,7 @@ def serve(
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    """How fast an engine embeds: many texts given at once, and one text at a time."""
+    """Speed of an engine: many texts given at once, and one text at a time."""
 
     texts_per_second: float
     tokens_per_second: float

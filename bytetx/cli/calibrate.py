@@ -338,7 +338,7 @@ def host_us(
 
 
 def machine_text(found: Found, *, size: int) -> str:
-    """The TOML file of what was measured."""
+    """Write the results as a TOML file."""
     is_cuda = torch.cuda.is_available()
     name, memory, sms = "CPU processes of one machine, gloo", 8.0, torch.get_num_threads()
     if is_cuda:
