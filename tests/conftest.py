@@ -14,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # without a GPU its kernels run in Python, on the CPU
 
-pytest_plugins = ["cli_runs"]  # fixtures of the command line
+pytest_plugins = ["cli_runs", "gpu_receipt"]
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")
@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     What is parametrised by nothing, such as the tilings of a module that is not built, is no test.
     torch is asked only when a test needs a GPU.
     """
+    from gpu_receipt import has_no_parameters
+
     wants_real = "real" in re.findall(r"\w+", config.option.markexpr)
     deselected = [
         item
@@ -100,12 +102,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 _default_device: dict[str, Callable[[], str]] = {}
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # to this process
-
-
-def has_no_parameters(item: pytest.Item) -> bool:
-    """An empty list was given to parametrize, of which pytest makes a test that is skipped."""
-    marks = item.iter_markers("skip")
-    return any("got empty parameter set" in mark.kwargs.get("reason", "") for mark in marks)
 
 
 def gpus_needed(item: pytest.Item) -> int:
