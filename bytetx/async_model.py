@@ -2,21 +2,18 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from inspect import signature
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import numpy.typing as npt
 import torch
 
 from bytetx.arguments import check_draft_size, check_integer, check_positive, check_seconds
 from bytetx.checkpoint.chat_template import checked_options
 from bytetx.encode.engine import EncodeEngine
-from bytetx.encode.request import Span
 from bytetx.errors import DeadlineError
 from bytetx.model import Model
 from bytetx.requests.prompts import Prompt, is_chat
@@ -24,31 +21,22 @@ from bytetx.sampling_params import SamplingParams
 from bytetx.tasks.async_stats import AsyncStats, engine_stats
 from bytetx.tasks.call import Call
 from bytetx.tasks.call_run import CallRun
-from bytetx.tasks.chunks import Overflow
-from bytetx.tasks.embed_all import AllEmbeddings
+from bytetx.tasks.catalog import AsyncModelTasks
 from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread, PromptGroup
 from bytetx.tasks.grouped_run import GroupedRun
-from bytetx.tasks.options import OnError, Pairs, Texts
-from bytetx.tasks.precision import Precision
 from bytetx.tasks.reading_pool import ReadingPool
-from bytetx.tasks.results import Embeddings, Hit, Results
+from bytetx.tasks.results import Embeddings
 from bytetx.tasks.search import Packed, Vectors
-from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
+from bytetx.tasks.task import TASKS, PromptOptions, TaskSpec
 
 T = TypeVar("T")
 
-# Those of `embed` where a caller gives none.
-_EMBED_OPTIONS = {
-    name: parameter.default
-    for name, parameter in signature(Model.embed).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY and name in signature(Model._embed_call).parameters
-}
 # Options with which texts are cut or results depend on all texts, or that read an adapter first.
 _CUT_OR_JOINED = {"task", "overflow", "stride", "precision", "ranges"}
 
 
-class AsyncModel:
+class AsyncModel(AsyncModelTasks):
     """A Model whose methods are awaited; texts of all callers and tasks are batched together.
 
     Methods may be awaited in any number of event loops and threads at once, and the Model may be
@@ -171,46 +159,6 @@ class AsyncModel:
             num_accepted_tokens=num_accepted_tokens,
         )
 
-    async def embed(
-        self,
-        texts: Texts,
-        *,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        dimensions: int | None = None,
-        pooling: str | Sequence[str] | None = None,
-        normalize: bool | None = None,
-        precision: Precision = "float32",
-        ranges: npt.ArrayLike | None = None,
-        overflow: Overflow | None = None,
-        stride: int = 0,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Embeddings:
-        """As Model.embed."""
-
-        def start(model: Model) -> Call[Embeddings]:
-            return model._embed_call(
-                texts,
-                task=task,
-                prompt=prompt,
-                prompt_name=prompt_name,
-                dimensions=dimensions,
-                pooling=pooling,
-                normalize=normalize,
-                precision=precision,
-                ranges=ranges,
-                overflow=overflow,
-                stride=stride,
-                truncate=truncate,
-                on_error=on_error,
-            )
-
-        return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
-
     def embed_each(
         self, calls: Sequence[Sequence[Any]], **options: Any
     ) -> "list[asyncio.Future[Embeddings]]":
@@ -224,9 +172,10 @@ class AsyncModel:
         if len(calls) < 2 or _CUT_OR_JOINED & options.keys():
             return [asyncio.ensure_future(self.embed(call, **options)) for call in calls]
         texts = [text for call in calls for text in call]
-        model = self._model._route(None)
+        given = options | {"on_error": "return"}
+        model, joined = self._model._call(TASKS["embed"], *TASKS["embed"].bind((texts,), given))
         run = GroupedRun(
-            model._embed_call(texts, **_EMBED_OPTIONS | options | {"on_error": "return"}),
+            joined,
             self._engines[model._runner],
             self._pool,
             alone=lambda number: self.embed(calls[number], **options),
@@ -235,324 +184,6 @@ class AsyncModel:
             max_window_texts=self._max_window_texts,
         )
         return run.start()
-
-    async def embed_all(
-        self,
-        texts: Texts,
-        *,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> AllEmbeddings:
-        """As Model.embed_all."""
-
-        def start(model: Model) -> Call[AllEmbeddings]:
-            return model._all_call(
-                texts,
-                task=task,
-                prompt=prompt,
-                prompt_name=prompt_name,
-                truncate=truncate,
-                on_error=on_error,
-            )
-
-        return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
-
-    async def embed_chunks(
-        self,
-        texts: Texts,
-        *,
-        stride: int = 0,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        dimensions: int | None = None,
-        pooling: str | Sequence[str] | None = None,
-        normalize: bool | None = None,
-        precision: Precision = "float32",
-        ranges: npt.ArrayLike | None = None,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> TokenEmbeddings:
-        """As Model.embed_chunks."""
-
-        def start(model: Model) -> Call[TokenEmbeddings]:
-            return model._chunks_call(
-                texts,
-                stride=stride,
-                task=task,
-                prompt=prompt,
-                prompt_name=prompt_name,
-                dimensions=dimensions,
-                pooling=pooling,
-                normalize=normalize,
-                precision=precision,
-                ranges=ranges,
-                on_error=on_error,
-            )
-
-        return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
-
-    async def embed_spans(
-        self,
-        texts: Sequence[str],
-        spans: Sequence[Sequence[Span]],
-        *,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        dimensions: int | None = None,
-        pooling: str | Sequence[str] = "mean",
-        normalize: bool | None = None,
-        precision: Precision = "float32",
-        ranges: npt.ArrayLike | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> TokenEmbeddings:
-        """As Model.embed_spans."""
-
-        def start(model: Model) -> Call[TokenEmbeddings]:
-            return model._spans_call(
-                texts,
-                spans,
-                task=task,
-                prompt=prompt,
-                prompt_name=prompt_name,
-                dimensions=dimensions,
-                pooling=pooling,
-                normalize=normalize,
-                precision=precision,
-                ranges=ranges,
-                truncate=truncate,
-                on_error=on_error,
-            )
-
-        return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
-
-    async def embed_sparse(
-        self,
-        texts: Texts,
-        *,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        max_active_dims: int | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> SparseEmbeddings:
-        """As Model.embed_sparse."""
-
-        def start(model: Model) -> Call[SparseEmbeddings]:
-            return model._sparse_call(
-                texts,
-                task=task,
-                prompt=prompt,
-                prompt_name=prompt_name,
-                max_active_dims=max_active_dims,
-                truncate=truncate,
-                on_error=on_error,
-            )
-
-        return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
-
-    async def embed_tokens(
-        self,
-        texts: Texts,
-        *,
-        task: Literal["query", "document"] = "document",
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        normalize: bool | None = None,
-        precision: Precision = "float32",
-        ranges: npt.ArrayLike | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> TokenEmbeddings:
-        """As Model.embed_tokens."""
-        call = self._model._tokens_call(
-            texts,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
-
-    async def classify(
-        self,
-        texts: Texts,
-        *,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        overflow: Overflow | None = None,
-        stride: int = 0,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Results[Any]:
-        """As Model.classify: list[Label] a text, or its InputError."""
-        call = self._model._classify_call(
-            texts,
-            top_k=top_k,
-            raw_scores=raw_scores,
-            overflow=overflow,
-            stride=stride,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
-
-    async def tag(
-        self,
-        texts: Texts,
-        *,
-        aggregation: str = "simple",
-        ignore_labels: Collection[str] = ("O",),
-        overflow: Overflow | None = None,
-        stride: int = 0,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Results[Any]:
-        """As Model.tag: list[Entity] a text, or its InputError."""
-        call = self._model._tag_call(
-            texts,
-            aggregation=aggregation,
-            ignore_labels=ignore_labels,
-            overflow=overflow,
-            stride=stride,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
-
-    async def fill_mask(
-        self,
-        texts: Texts,
-        *,
-        top_k: int = 5,
-        targets: Sequence[str] | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Results[Any]:
-        """As Model.fill_mask: list[Fill] a text, or its InputError."""
-        call = self._model._fill_mask_call(
-            texts,
-            top_k=top_k,
-            targets=targets,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
-
-    async def score(
-        self,
-        texts: Texts,
-        *,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Results[Any]:
-        """As Model.score: a Likelihood a text, or its InputError."""
-        call = self._model._score_call(texts, truncate=truncate, on_error=on_error)
-        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
-
-    async def answer(
-        self,
-        texts: Pairs,
-        *,
-        top_k: int = 1,
-        max_answer_tokens: int = 15,
-        allow_no_answer: bool = False,
-        whole_words: bool = True,
-        chunk_tokens: int | None = None,
-        stride: int = 128,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Results[Any]:
-        """As Model.answer: list[Answer] a pair, or its InputError."""
-        call = self._model._answer_call(
-            texts,
-            top_k=top_k,
-            max_answer_tokens=max_answer_tokens,
-            allow_no_answer=allow_no_answer,
-            whole_words=whole_words,
-            chunk_tokens=chunk_tokens,
-            stride=stride,
-            on_error=on_error,
-        )
-        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
-
-    async def hidden_states(
-        self,
-        texts: Texts,
-        *,
-        layers: Sequence[int] = (-1,),
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Results[Any]:
-        """As Model.hidden_states: an array a text, or its InputError."""
-        call = self._model._hidden_states_call(
-            texts,
-            layers=layers,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
-
-    async def rerank(
-        self,
-        query: str,
-        documents: Iterable[str],
-        *,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        instruction: str | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Results[Hit]:
-        """As Model.rerank."""
-        make = partial(
-            self._model._rerank_call,
-            query,
-            documents,
-            top_k=top_k,
-            raw_scores=raw_scores,
-            instruction=instruction,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        # The prompts of a causal reranker are tokenised while the call is made, and documents that
-        # are no list are pulled.
-        self._engines[self._model._runner].check_open()
-        is_quick = isinstance(documents, list | tuple) and not self._model._reranks_by_logits
-        call = make() if is_quick else await in_own_thread(make)
-        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
 
     async def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """As Model.similarity, in a thread."""
@@ -590,19 +221,19 @@ class AsyncModel:
         )
 
     async def _run_task(
-        self,
-        start: Callable[[Model], Call[T]],
-        task: str | None,
-        *,
-        priority: int,
-        timeout_s: float | None,
-    ) -> T:
-        """Runs a call on the model of its task's route.
-
-        That of a named task may read the weights of its adapter, and is made in a thread then.
-        """
-        model = self._model._route(task)
-        call = start(model) if task is None else await asyncio.to_thread(start, model)
+        self, spec: TaskSpec, inputs: tuple[Any, ...], given: dict[str, Any]
+    ) -> Any:
+        priority, timeout_s = given.pop("priority", 0), given.pop("timeout_s", None)
+        bound, options = spec.bind(inputs, given)
+        make = partial(self._model._call, spec, bound, options)
+        named = options.task if isinstance(options, PromptOptions) else None
+        if named is not None and self._model.checkpoint.tasks is not None:  # it may read weights
+            model, call = await asyncio.to_thread(make)
+        elif spec.is_slow(self._model.context, *bound, options):
+            self._engines[self._model._runner].check_open()
+            model, call = await in_own_thread(make)
+        else:
+            model, call = make()
         return await self._run(call, model, priority=priority, timeout_s=timeout_s)
 
     async def _run(

@@ -2,79 +2,38 @@
 
 import logging
 import pickle
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from bytetx.arguments import (
-    check_names,
-    check_token_budget,
-    check_top_k,
-    chosen_layers,
-)
+from bytetx.arguments import check_token_budget
 from bytetx.checkpoint.families import read_families
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.checkpoint.generation_config import check_switch
 from bytetx.encode.model_runner import Runner
-from bytetx.encode.step import Task
-from bytetx.errors import InputError, OptionError, shown
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_generation
 from bytetx.parallel.grid import Grid
 from bytetx.runtime.forking import computing
-from bytetx.tasks.adapted import routed
-from bytetx.tasks.answer import AnswerMixin
 from bytetx.tasks.call import Call
-from bytetx.tasks.chunks import Overflow
-from bytetx.tasks.classify import ChunkScoresTask, ClassifyTask, raw, score_function
-from bytetx.tasks.embed_all import EmbedAllMixin
-from bytetx.tasks.embed_chunks import ChunkMixin
-from bytetx.tasks.fill_mask import FillMaskTask, find_targets
+from bytetx.tasks.catalog import ModelTasks
+from bytetx.tasks.context import TaskContext
 from bytetx.tasks.generate import GenerationMixin
-from bytetx.tasks.hidden_states import HiddenStatesTask
-from bytetx.tasks.options import (
-    ClassifyOptions,
-    EmbedOptions,
-    FillMaskOptions,
-    No,
-    OnError,
-    Raise,
-    Return,
-    StatesOptions,
-    TagOptions,
-    TextOptions,
-    Texts,
-    Yes,
-)
-from bytetx.tasks.precision import Precision
-from bytetx.tasks.rerank import RerankMixin
-from bytetx.tasks.results import (
-    Embeddings,
-    Entity,
-    Fill,
-    Label,
-    Likelihood,
-    Results,
-    Stream,
-)
-from bytetx.tasks.score import LikelihoodTask
+from bytetx.tasks.run import SyncRun
 from bytetx.tasks.search import Packed, Similarity, Vectors, similarity
-from bytetx.tasks.tag import AGGREGATIONS, TagTask, merge_entities
+from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 
 if TYPE_CHECKING:
     from bytetx.executor.torchrun import TorchrunLeader
 
 logger = logging.getLogger("bytetx")
-
-R = TypeVar("R")
 
 
 def load(
@@ -143,7 +102,7 @@ def load(
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
-class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin):
+class Model(GenerationMixin, ModelTasks):
     """A loaded checkpoint. Methods may be called from several threads.
 
     It is pickled as its folder and options, and loaded again in another process.  A forked child
@@ -173,6 +132,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         self.token_budget, self.cuda_graphs = check_token_budget(token_budget), cuda_graphs
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
+        self.context = TaskContext(checkpoint)
         self._is_closed = False
         self._routes = {
             name: Model(
@@ -189,6 +149,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
             token_budget=self.token_budget,
             cuda_graphs=cuda_graphs,
         )
+        self._sync = SyncRun(self._runner, self.token_budget)
 
     def close(self) -> None:
         """Ends the workers of a model loaded with tp; the model cannot be used after that."""
@@ -233,10 +194,8 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
 
     def _cutting_left(self) -> "Model":
         """The same model for texts and pairs that lose their beginning where they are truncated."""
-        view = object.__new__(type(self))
-        view.__dict__.update(self.__dict__)
-        if self.tokenizer is not None:
-            view.tokenizer = self.tokenizer.limited(self.tokenizer.max_tokens, direction="left")
+        view = copy(self)
+        view.context = self.context.cutting_left()
         view._routes = {name: route._cutting_left() for name, route in self._routes.items()}
         return view
 
@@ -245,406 +204,30 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         """The most tokens of one text, special tokens included."""
         return self.spec.max_positions if self.tokenizer is None else self.tokenizer.max_tokens
 
-    @overload
-    def embed(
-        self, texts: Texts, *, stream: No = ..., on_error: OnError = ..., **o: Unpack[EmbedOptions]
-    ) -> Embeddings: ...
+    def _run_task(self, spec: TaskSpec, inputs: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        show_progress = given.pop("show_progress", False)
+        streams = spec.item is not None and given.pop("stream", False)
+        model, call = self._call(spec, *spec.bind(inputs, given))
+        if streams:
+            return model._sync.stream(call, show_progress=show_progress)
+        return model._sync.perform(call, show_progress=show_progress)
 
-    @overload
-    def embed(
-        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[EmbedOptions]
-    ) -> Stream[np.ndarray]: ...
+    def _call(
+        self, spec: TaskSpec, inputs: tuple[Any, ...], options: TaskOptions
+    ) -> tuple["Model", Call[Any]]:
+        """A call of a task, ready to run, and the model that runs it."""
+        model = self._route(options)
+        return model, spec.start(model.context, *inputs, options)
 
-    @overload
-    def embed(
-        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[EmbedOptions]
-    ) -> Stream[np.ndarray | InputError]: ...
+    def _route(self, options: TaskOptions) -> "Model":
+        """The Model of the route of a call's task: this one, where the checkpoint has no Router.
 
-    @routed
-    def embed(
-        self,
-        texts: Texts,
-        *,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        dimensions: int | None = None,
-        pooling: str | Sequence[str] | None = None,
-        normalize: bool | None = None,
-        precision: Precision = "float32",
-        ranges: npt.ArrayLike | None = None,
-        overflow: Overflow | None = None,
-        stride: int = 0,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        stream: bool = False,
-        show_progress: bool = False,
-    ) -> Embeddings | Stream[Any]:
-        """One vector a text, as sentence-transformers' encode gives it.
-
-        task: of a checkpoint with adapters (Jina embeddings v3) the name of one; of one with a
-        Router a task that has a route; else "query" or "document". It also takes the prompt of
-        that name, where the checkpoint has one.
-        prompt, prompt_name: text put before every str; None is the task's, else the checkpoint's
-        default.
-        dimensions: keep the first ones, and normalise again where the model normalises.
-        pooling: mode (or modes, joined) instead of the checkpoint's.  normalize: None as the
-        checkpoint says.  A failed text's vector is NaN (0 in integers), its error in `errors`.
-        precision: float32, float16, int8, uint8, or binary and ubinary (int8 and uint8 with the
-        signs of 8 dimensions in each byte), as sentence-transformers' quantize_embeddings.
-        ranges: [2, dimensions], the minima and maxima that int8 and uint8 divide into 256 steps;
-        None takes those of the vectors of this call, which a stream cannot know.
-        overflow="chunk": the mean of the vectors of a long text's chunks; see embed_chunks.
+        Raises OptionError for a task without a route.
         """
-        if stream and precision in ("int8", "uint8") and ranges is None:
-            raise OptionError(
-                f"a stream with precision {precision} needs ranges (f32 [2, dimensions], minima "
-                "and maxima), because its first vector comes before the last one is known"
-            )
-        call = self._embed_call(
-            texts,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            dimensions=dimensions,
-            pooling=pooling,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-            overflow=overflow,
-            stride=stride,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        if stream:
-            return self._stream(call, show_progress=show_progress)
-        return self._perform(call, show_progress=show_progress)
-
-    @overload
-    def classify(
-        self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[ClassifyOptions]
-    ) -> Results[list[Label]]: ...
-
-    @overload
-    def classify(
-        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[ClassifyOptions]
-    ) -> Stream[list[Label]]: ...
-
-    @overload
-    def classify(
-        self, texts: Texts, *, stream: No = ..., on_error: Return, **o: Unpack[ClassifyOptions]
-    ) -> Results[list[Label] | InputError]: ...
-
-    @overload
-    def classify(
-        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[ClassifyOptions]
-    ) -> Stream[list[Label] | InputError]: ...
-
-    def classify(
-        self,
-        texts: Texts,
-        *,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        overflow: Overflow | None = None,
-        stride: int = 0,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        stream: bool = False,
-        show_progress: bool = False,
-    ) -> Results[Any] | Stream[Any]:
-        """The checkpoint's labels for each text, best first.
-
-        Scores are a softmax; with one label or a multi-label problem type a sigmoid each; for a
-        regression, or with raw_scores, the logits themselves.  top_k: None keeps every label.
-        overflow="chunk": the mean of the scores of a long text's chunks.
-        """
-        call = self._classify_call(
-            texts,
-            top_k=top_k,
-            raw_scores=raw_scores,
-            overflow=overflow,
-            stride=stride,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        if stream:
-            return self._stream(call, show_progress=show_progress)
-        return self._perform(call, show_progress=show_progress)
-
-    def _classify_call(
-        self,
-        texts: Texts,
-        *,
-        top_k: int | None,
-        raw_scores: bool,
-        overflow: Overflow | None,
-        stride: int,
-        truncate: bool,
-        on_error: OnError,
-    ) -> Call[Results[Any]]:
-        """Model.classify, ready to run."""
-        check_top_k(top_k)
-        head = self._need_head(self.heads.sequence, "sequence classification")
-        scores = raw if raw_scores else score_function(self.spec)
-        task = ClassifyTask(head, self._labels(), scores, top_k)
-        reader = self._overflow_reader(
-            overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
-        )
-        job: Task[Any] = ChunkScoresTask(task) if reader.cuts else task
-        return Call(
-            "classify",
-            texts,
-            job,
-            reader,
-            self._list_sink,
-            merge=task.mean if reader.cuts else None,
-        )
-
-    @overload
-    def tag(
-        self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[TagOptions]
-    ) -> Results[list[Entity]]: ...
-
-    @overload
-    def tag(
-        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[TagOptions]
-    ) -> Stream[list[Entity]]: ...
-
-    @overload
-    def tag(
-        self, texts: Texts, *, stream: No = ..., on_error: Return, **o: Unpack[TagOptions]
-    ) -> Results[list[Entity] | InputError]: ...
-
-    @overload
-    def tag(
-        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[TagOptions]
-    ) -> Stream[list[Entity] | InputError]: ...
-
-    def tag(
-        self,
-        texts: Texts,
-        *,
-        aggregation: str = "simple",
-        ignore_labels: Collection[str] = ("O",),
-        overflow: Overflow | None = None,
-        stride: int = 0,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        stream: bool = False,
-        show_progress: bool = False,
-    ) -> Results[Any] | Stream[Any]:
-        """Tags of the tokens of each text, with character offsets.
-
-        aggregation: none (every token), simple (runs of one tag), or first, average, max (one tag
-        a word, then runs); as Hugging Face's token-classification pipeline.
-        overflow="chunk": as that pipeline with a stride; not with aggregation none.
-        """
-        call = self._tag_call(
-            texts,
-            aggregation=aggregation,
-            ignore_labels=ignore_labels,
-            overflow=overflow,
-            stride=stride,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        if stream:
-            return self._stream(call, show_progress=show_progress)
-        return self._perform(call, show_progress=show_progress)
-
-    def _tag_call(
-        self,
-        texts: Texts,
-        *,
-        aggregation: str,
-        ignore_labels: Collection[str],
-        overflow: Overflow | None,
-        stride: int,
-        truncate: bool,
-        on_error: OnError,
-    ) -> Call[Results[Any]]:
-        """Model.tag, ready to run."""
-        if aggregation not in AGGREGATIONS:
-            known = ", ".join(AGGREGATIONS)
-            raise OptionError(f"aggregation must be one of {known}, got {shown(aggregation)}")
-        check_names("ignore_labels", ignore_labels)
-        head = self._need_head(self.heads.token, "token classification")
-        tokenizer = self._need_tokenizer()
-        task = TagTask(head, tokenizer, self._labels(), aggregation, ignore_labels)
-        reader = self._overflow_reader(
-            overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
-        )
-        if reader.cuts and aggregation == "none":
-            raise OptionError(
-                "overflow='chunk' needs an aggregation other than none: chunks overlap, and only "
-                "entities are merged"
-            )
-        reader.with_alignment = True
-        return Call(
-            "tag",
-            texts,
-            task,
-            reader,
-            self._list_sink,
-            merge=merge_entities if reader.cuts else None,
-        )
-
-    @overload
-    def fill_mask(
-        self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[FillMaskOptions]
-    ) -> Results[list[Fill]]: ...
-
-    @overload
-    def fill_mask(
-        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[FillMaskOptions]
-    ) -> Stream[list[Fill]]: ...
-
-    @overload
-    def fill_mask(
-        self, texts: Texts, *, stream: No = ..., on_error: Return, **o: Unpack[FillMaskOptions]
-    ) -> Results[list[Fill] | InputError]: ...
-
-    @overload
-    def fill_mask(
-        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[FillMaskOptions]
-    ) -> Stream[list[Fill] | InputError]: ...
-
-    def fill_mask(
-        self,
-        texts: Texts,
-        *,
-        top_k: int = 5,
-        targets: Sequence[str] | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        stream: bool = False,
-        show_progress: bool = False,
-    ) -> Results[Any] | Stream[Any]:
-        """The top_k best tokens for every mask token of each text.
-
-        targets: score these words only, by their probability in the full vocabulary.
-        """
-        call = self._fill_mask_call(
-            texts, top_k=top_k, targets=targets, truncate=truncate, on_error=on_error
-        )
-        if stream:
-            return self._stream(call, show_progress=show_progress)
-        return self._perform(call, show_progress=show_progress)
-
-    def _fill_mask_call(
-        self,
-        texts: Texts,
-        *,
-        top_k: int,
-        targets: Sequence[str] | None,
-        truncate: bool,
-        on_error: OnError,
-    ) -> Call[Results[Any]]:
-        """Model.fill_mask, ready to run."""
-        check_top_k(top_k, may_be_none=False)
-        if targets is not None and not isinstance(targets, str):
-            check_names("targets", targets)
-        head = self._need_head(self.heads.masked_lm, "masked language model")
-        tokenizer = self._need_tokenizer()
-        if tokenizer.mask_token_id is None:
-            raise InputError("this checkpoint's tokenizer names no mask token")
-        target_ids = None
-        if targets is not None:
-            target_ids = find_targets(tokenizer, targets).to(self.checkpoint.device)
-        reader = self._reader(truncate=truncate, on_error=on_error)
-        reader.needs_mask = True
-        task = FillMaskTask(head, tokenizer, top_k, target_ids)
-        return Call("fill_mask", texts, task, reader, self._list_sink)
-
-    @overload
-    def score(
-        self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[TextOptions]
-    ) -> Results[Likelihood]: ...
-
-    @overload
-    def score(
-        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[TextOptions]
-    ) -> Stream[Likelihood]: ...
-
-    @overload
-    def score(
-        self, texts: Texts, *, stream: No = ..., on_error: Return, **o: Unpack[TextOptions]
-    ) -> Results[Likelihood | InputError]: ...
-
-    @overload
-    def score(
-        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[TextOptions]
-    ) -> Stream[Likelihood | InputError]: ...
-
-    def score(
-        self,
-        texts: Texts,
-        *,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        stream: bool = False,
-        show_progress: bool = False,
-    ) -> Results[Any] | Stream[Any]:
-        """Log-likelihood and perplexity of each text under a causal language model.
-
-        The first token, which has nothing before it, is not scored; give a text that starts with
-        the begin-of-text token, or a tokenizer that adds it, to score every token of one's own.
-        """
-        call = self._score_call(texts, truncate=truncate, on_error=on_error)
-        if stream:
-            return self._stream(call, show_progress=show_progress)
-        return self._perform(call, show_progress=show_progress)
-
-    def _score_call(self, texts: Texts, *, truncate: bool, on_error: OnError) -> Call[Results[Any]]:
-        """Model.score, ready to run."""
-        task = LikelihoodTask(self._need_head(self.heads.lm, "language model"))
-        reader = self._reader(truncate=truncate, on_error=on_error)
-        return Call("score", texts, task, reader, self._list_sink)
-
-    @overload
-    def hidden_states(
-        self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[StatesOptions]
-    ) -> Results[np.ndarray]: ...
-
-    @overload
-    def hidden_states(
-        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[StatesOptions]
-    ) -> Stream[np.ndarray]: ...
-
-    @overload
-    def hidden_states(
-        self, texts: Texts, *, stream: No = ..., on_error: Return, **o: Unpack[StatesOptions]
-    ) -> Results[np.ndarray | InputError]: ...
-
-    @overload
-    def hidden_states(
-        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[StatesOptions]
-    ) -> Stream[np.ndarray | InputError]: ...
-
-    def hidden_states(
-        self,
-        texts: Texts,
-        *,
-        layers: Sequence[int] = (-1,),
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        stream: bool = False,
-        show_progress: bool = False,
-    ) -> Results[Any] | Stream[Any]:
-        """f32 [len(layers), num_tokens, hidden_size] a text; layer 0 is the embeddings' output."""
-        call = self._hidden_states_call(texts, layers=layers, truncate=truncate, on_error=on_error)
-        if stream:
-            return self._stream(call, show_progress=show_progress)
-        return self._perform(call, show_progress=show_progress)
-
-    def _hidden_states_call(
-        self, texts: Texts, *, layers: Sequence[int], truncate: bool, on_error: OnError
-    ) -> Call[Results[Any]]:
-        """Model.hidden_states, ready to run."""
-        task = HiddenStatesTask(chosen_layers(layers, num_states=self.spec.num_layers + 1))
-        reader = self._reader(truncate=truncate, on_error=on_error)
-        return Call("hidden_states", texts, task, reader, self._list_sink)
+        router = self.checkpoint.router
+        if router is None or not self._routes or not isinstance(options, PromptOptions):
+            return self
+        return self._routes[router.resolve(options.task)]
 
     def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """f32 [len(a), len(b)]: bytetx.similarity with the function that the checkpoint names.

@@ -30,7 +30,7 @@ from bytetx.serve.settings import ModelSource
 from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
 from bytetx.tasks.futures import forward
 from bytetx.tasks.generation_stream import PromptGroup
-from bytetx.tasks.rerank import YES_NO_FAMILIES
+from bytetx.tasks.rerank import YES_NO_FAMILIES, reranks_by_logits
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.search import similarity as similarity_of
 
@@ -406,7 +406,7 @@ async def _pair_model(served: ServedModel, call: Call, *, has_pairs: bool) -> As
     options = call.options
     if not (has_pairs and options.get("left") and options.get("truncate")):
         return served.model
-    if call.task == "rerank" and served.model.model._reranks_by_logits:
+    if call.task == "rerank" and reranks_by_logits(served.model.model.context):
         raise ServeError(
             "validation",
             "truncation_direction Left is not for causal rerankers, whose documents are cut "

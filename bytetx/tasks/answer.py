@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Unpack, overload
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -11,19 +11,75 @@ from bytetx.arguments import check_not_negative, check_positive, check_top_k
 from bytetx.encode.finite import are_finite
 from bytetx.encode.request import Alignment
 from bytetx.encode.step import Capture, Step
-from bytetx.errors import InputError
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
 from bytetx.requests.questions import QuestionReader
-from bytetx.tasks.call import Call
+from bytetx.tasks.call import Call, list_sink
 from bytetx.tasks.classify import softmax
-from bytetx.tasks.one_pass import OnePass, keeps_bad_texts
-from bytetx.tasks.options import AnswerOptions, No, OnError, Pairs, Raise, Return, Yes
-from bytetx.tasks.results import Answer, Results, Stream
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.results import Answer, Results
+from bytetx.tasks.task import Pairs, TaskOptions, keeps_bad_texts, option, task
 
 # Scores of tokens that no answer may have, before the softmax.
 _MASKED = -10000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(TaskOptions):
+    """Options of answer."""
+
+    top_k: int = option(1, "Answers of each context.", min=1)
+    max_answer_tokens: int = option(15, "The most tokens of an answer.", min=1)
+    allow_no_answer: bool = option(
+        False, "An empty answer is one of them, scored by the first token, as of SQuAD 2.0."
+    )
+    whole_words: bool = option(True, "Widen answers so that none has a part of a word.")
+    chunk_tokens: int | None = option(
+        None, "Tokens of a chunk of a long context; None is as many as the model takes.", min=1
+    )
+    stride: int = option(
+        128, "Tokens of the context that neighbouring chunks share, at most half a chunk's.", min=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_top_k(self.top_k, may_be_none=False)
+        check_positive("max_answer_tokens", self.max_answer_tokens)
+        if self.chunk_tokens is not None:
+            check_positive("chunk_tokens", self.chunk_tokens)
+        check_not_negative("stride", self.stride)
+
+
+@task(item=list[Answer])
+def answer(
+    context: TaskContext, texts: Pairs, options: AnswerOptions
+) -> Call[Results[list[Answer]]]:
+    """The spans of each context that answer its question best, with character offsets.
+
+    texts: (question, context) pairs.  A long context is cut into chunks, each with the whole
+    question. Scores are those of Hugging Face's question-answering pipeline (a softmax over each
+    chunk).
+    Raises InputError where the checkpoint has no head for question answering.
+    """
+    head = context.need_head(context.heads.question_answering, "question answering")
+    tokenizer = context.need_tokenizer()
+    job = AnswerTask(
+        head,
+        options.top_k,
+        options.max_answer_tokens,
+        options.allow_no_answer,
+        options.whole_words,
+    )
+    limit = min(tokenizer.max_tokens, options.chunk_tokens or tokenizer.max_tokens)
+    reader = QuestionReader(
+        context.spec,
+        tokenizer,
+        keeps_errors=keeps_bad_texts(options.on_error),
+        chunk_tokens=limit,
+        stride=min(options.stride, limit // 2),
+    )
+    return Call("answer", texts, job, reader, list_sink, merge=job.merge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,97 +198,3 @@ def _reach(words: Sequence[int | None], token: int, step: int) -> int:
     while 0 <= token + step < len(words) and words[token + step] == word:
         token += step
     return token
-
-
-class AnswerMixin(OnePass):
-    """Model.answer."""
-
-    @overload
-    def answer(
-        self, texts: Pairs, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[AnswerOptions]
-    ) -> Results[list[Answer]]: ...
-
-    @overload
-    def answer(
-        self, texts: Pairs, *, stream: Yes, on_error: Raise = ..., **o: Unpack[AnswerOptions]
-    ) -> Stream[list[Answer]]: ...
-
-    @overload
-    def answer(
-        self, texts: Pairs, *, stream: No = ..., on_error: Return, **o: Unpack[AnswerOptions]
-    ) -> Results[list[Answer] | InputError]: ...
-
-    @overload
-    def answer(
-        self, texts: Pairs, *, stream: Yes, on_error: Return, **o: Unpack[AnswerOptions]
-    ) -> Stream[list[Answer] | InputError]: ...
-
-    def answer(
-        self,
-        texts: Pairs,
-        *,
-        top_k: int = 1,
-        max_answer_tokens: int = 15,
-        allow_no_answer: bool = False,
-        whole_words: bool = True,
-        chunk_tokens: int | None = None,
-        stride: int = 128,
-        on_error: OnError = "raise",
-        stream: bool = False,
-        show_progress: bool = False,
-    ) -> Results[Any] | Stream[Any]:
-        """The spans of each context that answer its question best, with character offsets.
-
-        texts: (question, context) pairs.  A long context is cut into chunks, each with the whole
-        question; chunk_tokens: of a chunk, None for as many as the model takes; stride: tokens of
-        the context that neighbouring chunks share, at most half of a chunk's.
-        top_k: answers of each context.  max_answer_tokens: of an answer.  whole_words: an answer
-        has no part of a word.  allow_no_answer: an empty answer is one of them, scored by the
-        first token, as of SQuAD 2.0.
-        Scores are those of Hugging Face's question-answering pipeline (a softmax over each chunk).
-        """
-        call = self._answer_call(
-            texts,
-            top_k=top_k,
-            max_answer_tokens=max_answer_tokens,
-            allow_no_answer=allow_no_answer,
-            whole_words=whole_words,
-            chunk_tokens=chunk_tokens,
-            stride=stride,
-            on_error=on_error,
-        )
-        if stream:
-            return self._stream(call, show_progress=show_progress)
-        return self._perform(call, show_progress=show_progress)
-
-    def _answer_call(
-        self,
-        texts: Pairs,
-        *,
-        top_k: int,
-        max_answer_tokens: int,
-        allow_no_answer: bool,
-        whole_words: bool,
-        chunk_tokens: int | None,
-        stride: int,
-        on_error: OnError,
-    ) -> Call[Results[Any]]:
-        """Model.answer, ready to run."""
-        check_top_k(top_k, may_be_none=False)
-        check_positive("max_answer_tokens", max_answer_tokens)
-        head = self._need_head(self.heads.question_answering, "question answering")
-        tokenizer = self._need_tokenizer()
-        task = AnswerTask(head, top_k, max_answer_tokens, allow_no_answer, whole_words)
-        limit = tokenizer.max_tokens
-        if chunk_tokens is not None:
-            check_positive("chunk_tokens", chunk_tokens)
-            limit = min(limit, chunk_tokens)
-        check_not_negative("stride", stride)
-        reader = QuestionReader(
-            self.spec,
-            tokenizer,
-            keeps_errors=keeps_bad_texts(on_error),
-            chunk_tokens=limit,
-            stride=min(stride, limit // 2),
-        )
-        return Call("answer", texts, task, reader, self._list_sink, merge=task.merge)

@@ -38,6 +38,7 @@ class Call(Generic[T]):
 
     title: for a progress bar.  new_sink: from the number of texts, None where nobody knows it.
     merge: one result from those of a text's chunks, where the reader cuts texts.
+    why_no_stream: the reason why the results of some texts need those of all others.
     """
 
     title: str
@@ -46,6 +47,7 @@ class Call(Generic[T]):
     reader: InputReader
     new_sink: Callable[[int | None], Sink[T]]
     merge: Callable[[list[Any]], Any] | None = None
+    why_no_stream: str | None = None
 
 
 class ListSink(Generic[T]):
@@ -70,6 +72,6 @@ class ListSink(Generic[T]):
         return self._gather(Results(items, stats, dict(sorted(self._errors.items()))))
 
 
-def as_they_are(results: Results[Any]) -> Results[Any]:
-    """The gather of tasks whose result is the list itself."""
-    return results
+def list_sink(num_texts: int | None) -> ListSink[Results[Any]]:
+    """The new_sink of tasks whose result is the list itself."""
+    return ListSink(lambda results: results)

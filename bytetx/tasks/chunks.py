@@ -1,9 +1,9 @@
-"""Texts longer than the model: options of what happens, and one result from those of chunks."""
+"""Texts longer than the model: one result from those of their chunks."""
 
 from collections.abc import Callable, Generator, Hashable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +16,6 @@ from bytetx.encode.step import Capture, Step, Task, is_head
 from bytetx.errors import NotFiniteError, OptionError, shown
 from bytetx.nn.transformer import Transformer
 from bytetx.requests.inputs import InputReader
-
-Overflow = Literal["error", "truncate", "chunk"]
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -112,21 +110,6 @@ def merge_chunks(
                 failures=[failures[index] for index in sorted(failures)],
             )
             parts, failures = {}, {}
-
-
-def chosen_overflow(overflow: object, *, truncate: bool, stride: object) -> Overflow:
-    """What happens to a text that is too long. OptionError where options do not go together."""
-    if overflow is None:
-        overflow = "truncate" if truncate else "error"
-    elif truncate:
-        raise OptionError("truncate and overflow exclude each other; give overflow alone")
-    if overflow not in ("error", "truncate", "chunk"):
-        raise OptionError(f"overflow must be error, truncate or chunk, got {shown(overflow)}")
-    if isinstance(stride, bool) or not isinstance(stride, int) or stride < 0:
-        raise OptionError(f"stride must be a number of tokens, 0 or more, got {shown(stride)}")
-    if stride and overflow != "chunk":
-        raise OptionError(f"stride goes with overflow='chunk', got {shown(overflow)}")
-    return overflow
 
 
 def set_chunks(reader: InputReader, tokenizer: Tokenizer, *, stride: int) -> None:

@@ -7,13 +7,50 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from bytetx.arguments import check_top_k
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.encode.finite import are_finite
-from bytetx.encode.step import Capture, Step
+from bytetx.encode.step import Capture, Step, Task
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
-from bytetx.tasks.results import Label
+from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.results import Label, Results
+from bytetx.tasks.task import OverflowOptions, Texts, option, task
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifyOptions(OverflowOptions):
+    """Options of classify."""
+
+    top_k: int | None = option(None, "Best labels to keep; None keeps every label.", min=1)
+    raw_scores: bool = option(False, "The head's own numbers, without softmax or sigmoid.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_top_k(self.top_k)
+
+
+@task(item=list[Label])
+def classify(
+    context: TaskContext, texts: Texts, options: ClassifyOptions
+) -> Call[Results[list[Label]]]:
+    """The checkpoint's labels for each text, best first.
+
+    Scores are a softmax; with one label or a multi-label problem type a sigmoid each; for a
+    regression, or with raw_scores, the logits themselves. With overflow="chunk" they are the mean
+    of the scores of a long text's chunks.
+    Raises InputError where the checkpoint has no head for sequence classification.
+    """
+    head = context.need_head(context.heads.sequence, "sequence classification")
+    scores = raw if options.raw_scores else score_function(context.spec)
+    job = ClassifyTask(head, context.labels(), scores, options.top_k)
+    reader = context.reader(options)
+    if not reader.cuts:
+        return Call("classify", texts, job, reader, list_sink)
+    chunks: Task[np.ndarray] = ChunkScoresTask(job)
+    return Call("classify", texts, chunks, reader, list_sink, merge=job.mean)
 
 
 def score_function(spec: ModelSpec) -> Callable[[np.ndarray], np.ndarray]:

@@ -19,10 +19,8 @@ from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import POOLING_MODES, pool
-from bytetx.tasks.adapted import NamedTaskMixin
 from bytetx.tasks.call import Call
-from bytetx.tasks.chunks import Overflow
-from bytetx.tasks.options import OnError, Texts
+from bytetx.tasks.context import TaskContext
 from bytetx.tasks.precision import (
     Precision,
     Quantizer,
@@ -32,6 +30,7 @@ from bytetx.tasks.precision import (
     quantized,
 )
 from bytetx.tasks.results import Embeddings
+from bytetx.tasks.task import OverflowOptions, PromptOptions, TaskOptions, Texts, option, task
 
 logger = logging.getLogger("bytetx")
 
@@ -148,109 +147,120 @@ class EmbedTask:
         return outputs[0]
 
 
-class DenseMixin(NamedTaskMixin):
-    """What Model's methods for dense vectors share."""
+@dataclass(frozen=True, kw_only=True)
+class DenseOptions(TaskOptions):
+    """Options of tasks that give dense vectors."""
 
-    def _embed_call(
-        self,
-        texts: Texts,
-        *,
-        task: str | None,
-        prompt: str | None,
-        prompt_name: str | None,
-        dimensions: int | None,
-        pooling: str | Sequence[str] | None,
-        normalize: bool | None,
-        precision: Precision,
-        ranges: npt.ArrayLike | None,
-        overflow: Overflow | None,
-        stride: int,
-        truncate: bool,
-        on_error: OnError,
-    ) -> Call[Embeddings]:
-        """Model.embed, ready to run."""
-        vectors = self._embed_task(
-            dimensions=dimensions,
-            pooling=pooling,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-        )
-        reader = self._overflow_reader(
-            overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
-        )
-        reader.prompt = self._prompt_of(task, prompt, prompt_name)
-        size = vectors.size(self.spec.output_size)
-        dtype = None
-        if vectors.quantizer is not None and not needs_ranges(vectors.quantizer):
-            size, dtype = vectors.quantizer.size(size), vectors.quantizer.dtype
+    dimensions: int | None = option(
+        None, "Keep the first ones, and normalise again where the model normalises.", min=1
+    )
+    pooling: str | Sequence[str] | None = option(
+        None, "Mode (or modes, joined) instead of the checkpoint's: cls, mean, max, ..."
+    )
+    normalize: bool | None = option(None, "Unit length; None is as the checkpoint says.")
+    precision: Precision = option(
+        "float32",
+        "float32, float16, int8, uint8, or binary and ubinary (int8 and uint8 with the signs of 8 "
+        "dimensions in each byte), as sentence-transformers' quantize_embeddings.",
+    )
+    ranges: npt.ArrayLike | None = option(
+        None,
+        "f32 [2, dimensions], the minima and maxima that int8 and uint8 divide into 256 steps.",
+    )
 
-        def new_sink(num_texts: int | None) -> VectorSink:
-            by_all = precision if needs_ranges(vectors.quantizer) else None
-            return VectorSink(size, num_texts=num_texts, dtype=dtype, precision=by_all)
 
-        # The rows of one array; numpy's types do not say that it is a sequence of them.
-        rows = cast(
-            "Task[np.ndarray]", replace(vectors, quantizer=None) if reader.cuts else vectors
-        )
-        return Call(
-            "embed",
-            texts,
-            self._with_adapter(task, rows),
-            reader,
-            new_sink,
-            merge=vectors.mean if reader.cuts else None,
-        )
+@dataclass(frozen=True, kw_only=True)
+class EmbedOptions(PromptOptions, DenseOptions, OverflowOptions):
+    """Options of embed."""
 
-    def _embed_task(
-        self,
-        *,
-        dimensions: int | None = None,
-        pooling: str | Sequence[str] | None = None,
-        normalize: bool | None = None,
-        precision: str = "float32",
-        ranges: npt.ArrayLike | None = None,
-        with_latents: bool = False,
-    ) -> EmbedTask:
-        """with_latents: the caller reads the latents of a SparseAutoEncoder."""
-        sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
-        if sentence.static is not None:
+
+@task(item=np.ndarray)
+def embed(context: TaskContext, texts: Texts, options: EmbedOptions) -> Call[Embeddings]:
+    """One vector per text, as sentence-transformers' encode gives it.
+
+    A failed text's vector is NaN (0 in integers), its error in `errors`. With overflow="chunk" a
+    long text's vector is the mean of those of its chunks; see embed_chunks. Without ranges, int8
+    and uint8 take those of the vectors of this call, which a stream cannot know.
+    Raises InputError where the checkpoint gives no dense vectors.
+    """
+    vectors = dense_task(context, options)
+    reader = context.reader(options)
+    reader.prompt = context.prompt(options)
+    quantizer = vectors.quantizer
+    by_all = options.precision if needs_ranges(quantizer) else None
+    size, dtype = vectors.size(context.spec.output_size), None
+    if quantizer is not None and by_all is None:
+        size, dtype = quantizer.size(size), quantizer.dtype
+
+    def new_sink(num_texts: int | None) -> VectorSink:
+        return VectorSink(size, num_texts=num_texts, dtype=dtype, precision=by_all)
+
+    # The rows of one array; numpy's types do not say that it is a sequence of them.
+    rows = cast("Task[np.ndarray]", replace(vectors, quantizer=None) if reader.cuts else vectors)
+    why_no_stream = None
+    if by_all is not None:
+        why_no_stream = (
+            f"a stream with precision {by_all} needs ranges (f32 [2, dimensions], minima and "
+            "maxima), because its first vector comes before the last one is known"
+        )
+    return Call(
+        "embed",
+        texts,
+        context.with_adapter(options, rows),
+        reader,
+        new_sink,
+        merge=vectors.mean if reader.cuts else None,
+        why_no_stream=why_no_stream,
+    )
+
+
+def dense_task(
+    context: TaskContext, options: DenseOptions, *, with_latents: bool = False
+) -> EmbedTask:
+    """The pooling, modules and precision that a checkpoint and the options ask for.
+
+    with_latents: the caller reads the latents of a SparseAutoEncoder.
+    Raises InputError where the checkpoint gives no dense vectors.
+    """
+    checkpoint = context.checkpoint
+    sentence, modules = checkpoint.sentence, checkpoint.modules
+    if sentence.static is not None:
+        raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))
+    modes = sentence.pooling
+    if not with_latents and modules and isinstance(modules[-1], AutoEncoder):
+        raise InputError(
+            "this checkpoint is a sparse encoder (its last module is SparseAutoEncoder) and "
+            "gives no dense vectors; use embed_sparse"
+        )
+    if options.pooling is None and not sentence.is_declared:
+        if sentence.splade is not None:
             raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))
-        modes = sentence.pooling
-        if not with_latents and modules and isinstance(modules[-1], AutoEncoder):
-            raise InputError(
-                "this checkpoint is a sparse encoder (its last module is SparseAutoEncoder) and "
-                "gives no dense vectors; use embed_sparse"
-            )
-        if pooling is None and not sentence.is_declared:
-            if sentence.splade is not None:
-                raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))
-            if sentence.multi_vector is not None:
-                raise InputError(_NO_POOLING.format("a multi-vector model", "embed_tokens"))
-        if pooling is not None:
-            modes = chosen_modes(pooling, known=POOLING_MODES)
-        elif not sentence.is_declared:
-            has_chat = self.checkpoint.chat_template is not None
-            _report_pooling(self.checkpoint.folder, modes[0], has_chat=has_chat)
-        if normalize is False:
-            modules = tuple(module for module in modules if not isinstance(module, Normalize))
-        normalizes = any(isinstance(module, Normalize) for module in modules)
-        size = output_size(self.spec.output_size, modes, modules)
-        check_dimensions(dimensions, size=size)
-        kept = dimensions
-        if kept is None and sentence.truncate_dim is not None and not with_latents:
-            kept = min(sentence.truncate_dim, size)
-        return EmbedTask(
-            modes,
-            modules,
-            kept,
-            skips_prompt=not sentence.include_prompt,
-            # What the checkpoint cuts off stays cut off: sentence-transformers normalises before.
-            normalize=bool(normalize) or (normalizes and dimensions is not None),
-            quantizer=make_quantizer(
-                precision, ranges, dim=kept or size, device=self.checkpoint.device
-            ),
-        )
+        if sentence.multi_vector is not None:
+            raise InputError(_NO_POOLING.format("a multi-vector model", "embed_tokens"))
+    if options.pooling is not None:
+        modes = chosen_modes(options.pooling, known=POOLING_MODES)
+    elif not sentence.is_declared:
+        has_chat = checkpoint.chat_template is not None
+        _report_pooling(checkpoint.folder, modes[0], has_chat=has_chat)
+    if options.normalize is False:
+        modules = tuple(module for module in modules if not isinstance(module, Normalize))
+    normalizes = any(isinstance(module, Normalize) for module in modules)
+    size = output_size(context.spec.output_size, modes, modules)
+    check_dimensions(options.dimensions, size=size)
+    kept = options.dimensions
+    if kept is None and sentence.truncate_dim is not None and not with_latents:
+        kept = min(sentence.truncate_dim, size)
+    return EmbedTask(
+        modes,
+        modules,
+        kept,
+        skips_prompt=not sentence.include_prompt,
+        # A checkpoint's truncate_dim cuts after it normalises, as in sentence-transformers.
+        normalize=bool(options.normalize) or (normalizes and options.dimensions is not None),
+        quantizer=make_quantizer(
+            options.precision, options.ranges, dim=kept or size, device=checkpoint.device
+        ),
+    )
 
 
 def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Module, ...]) -> int:

@@ -11,11 +11,12 @@ from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
 from bytetx.tasks.call import Call, ListSink
-from bytetx.tasks.embed import EmbedTask
-from bytetx.tasks.embed_sparse import SparseMixin, SparseTask
-from bytetx.tasks.embed_tokens import TokenVectorMixin, TokenVectorTask
-from bytetx.tasks.options import OnError, Texts
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.embed import DenseOptions, EmbedTask, dense_task
+from bytetx.tasks.embed_sparse import SparseTask, sparse_task
+from bytetx.tasks.embed_tokens import TokenOptions, TokenVectorTask, token_task
 from bytetx.tasks.results import Embeddings, Results
+from bytetx.tasks.task import PromptOptions, TextOptions, Texts, task
 from bytetx.tasks.vectors import (
     SparseEmbeddings,
     SparseVector,
@@ -29,7 +30,7 @@ _Vectors = tuple[np.ndarray, SparseVector, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class AllEmbeddings:
-    """What embed, embed_sparse and embed_tokens give for the same texts.
+    """Results of embed, embed_sparse and embed_tokens for the same texts.
 
     errors: InputError of each text that failed, by its index.
     """
@@ -88,68 +89,39 @@ class EmbedAllTask:
         return [(row.copy(), weights, matrix) for row, weights, matrix in parts]
 
 
-class EmbedAllMixin(SparseMixin, TokenVectorMixin):
-    """Model.embed_all."""
+@dataclass(frozen=True, kw_only=True)
+class AllOptions(PromptOptions, TextOptions):
+    """Options of embed_all."""
 
-    def embed_all(
-        self,
-        texts: Texts,
-        *,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        show_progress: bool = False,
-    ) -> AllEmbeddings:
-        """Dense, sparse and token vectors from one forward pass, of a checkpoint such as BGE-M3.
 
-        Each is what embed, embed_sparse and embed_tokens give of the same texts and prompt.
-        task, prompt, prompt_name: as in embed.
-        Raises InputError where the checkpoint does not give all three.
-        """
-        call = self._all_call(
-            texts,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            truncate=truncate,
-            on_error=on_error,
+@task()
+def embed_all(context: TaskContext, texts: Texts, options: AllOptions) -> Call[AllEmbeddings]:
+    """Dense, sparse and token vectors from one forward pass, of a checkpoint such as BGE-M3.
+
+    Each is what embed, embed_sparse and embed_tokens give of the same texts and prompt.
+    Raises InputError where the checkpoint does not give all three.
+    """
+    if context.checkpoint.sentence.multi_vector is not None:
+        raise InputError("embed_all is for BGE-M3's layers; use embed_tokens with this model")
+    dense = dense_task(context, DenseOptions())
+    sparse = sparse_task(context, None)
+    token_size, tokens = token_task(context, TokenOptions())
+    job: Task[_Vectors] = EmbedAllTask(dense, sparse, tokens)
+    reader = context.reader(options)
+    reader.prompt = context.prompt(options)
+    dense_size, vocab_size = dense.size(context.spec.output_size), context.spec.vocab_size
+
+    def gather(results: Results[_Vectors | InputError]) -> AllEmbeddings:
+        return join_all(
+            results,
+            dense_size=dense_size,
+            token_size=token_size,
+            vocab_size=vocab_size,
+            stats=results.stats,
         )
-        return self._perform(call, show_progress=show_progress)
 
-    def _all_call(
-        self,
-        texts: Texts,
-        *,
-        task: str | None,
-        prompt: str | None,
-        prompt_name: str | None,
-        truncate: bool,
-        on_error: OnError,
-    ) -> Call[AllEmbeddings]:
-        """Model.embed_all, ready to run."""
-        if self.checkpoint.sentence.multi_vector is not None:
-            raise InputError("embed_all is for BGE-M3's layers; use embed_tokens with this model")
-        dense = self._embed_task()
-        sparse = self._sparse_task(None)
-        token_size, tokens = self._token_task("document", None)
-        job: Task[_Vectors] = EmbedAllTask(dense, sparse, tokens)
-        reader = self._reader(truncate=truncate, on_error=on_error)
-        reader.prompt = self._prompt_of(task, prompt, prompt_name)
-        dense_size = dense.size(self.spec.output_size)
-
-        def gather(results: Results[_Vectors | InputError]) -> AllEmbeddings:
-            return join_all(
-                results,
-                dense_size=dense_size,
-                token_size=token_size,
-                vocab_size=self.spec.vocab_size,
-                stats=results.stats,
-            )
-
-        adapted = self._with_adapter(task, job)
-        return Call("embed_all", texts, adapted, reader, lambda _: ListSink(gather))
+    adapted = context.with_adapter(options, job)
+    return Call("embed_all", texts, adapted, reader, lambda _: ListSink(gather))
 
 
 def join_all(

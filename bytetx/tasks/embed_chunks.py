@@ -1,4 +1,4 @@
-"""Several vectors a text: one for each chunk of a long text, or for each span of one pass."""
+"""Several vectors per text: one for each chunk of a long text, or for each span of one pass."""
 
 from collections.abc import Collection, Hashable, Sequence, Sized
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from numbers import Integral
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from bytetx.encode.finite import are_finite
@@ -15,12 +14,19 @@ from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.transformer import Transformer
 from bytetx.requests.spans import SpanReader
-from bytetx.tasks.adapted import routed
 from bytetx.tasks.call import Call
-from bytetx.tasks.embed import DenseMixin, EmbedTask
-from bytetx.tasks.one_pass import keeps_bad_texts
-from bytetx.tasks.options import OnError, Texts
-from bytetx.tasks.precision import Precision, needs_ranges
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.embed import DenseOptions, EmbedTask, dense_task
+from bytetx.tasks.precision import needs_ranges
+from bytetx.tasks.task import (
+    OverflowOptions,
+    PromptOptions,
+    TextOptions,
+    Texts,
+    keeps_bad_texts,
+    option,
+    task,
+)
 from bytetx.tasks.vectors import TokenEmbeddings, token_sink
 
 
@@ -92,189 +98,85 @@ def _num_spans(requests: Requests) -> np.ndarray:
     return np.array([len(alignment.spans) for alignment in _alignments(requests)], dtype=np.int64)
 
 
-class ChunkMixin(DenseMixin):
-    """Model.embed_chunks and Model.embed_spans."""
+@dataclass(frozen=True, kw_only=True)
+class ChunksOptions(PromptOptions, DenseOptions):
+    """Options of embed_chunks."""
 
-    @routed
-    def embed_chunks(
-        self,
-        texts: Texts,
-        *,
-        task: str | None = None,
-        stride: int = 0,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        dimensions: int | None = None,
-        pooling: str | Sequence[str] | None = None,
-        normalize: bool | None = None,
-        precision: Precision = "float32",
-        ranges: npt.ArrayLike | None = None,
-        on_error: OnError = "raise",
-        show_progress: bool = False,
-    ) -> TokenEmbeddings:
-        """A vector for each chunk of each text: embed with overflow="chunk" without the mean.
+    stride: int = option(0, "Tokens that neighbouring chunks share.", min=0)
 
-        A chunk has as many tokens as the model takes, and shares stride of them with the next one.
-        Other options are those of embed; int8 and uint8 need ranges.
-        Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
-        """
-        call = self._chunks_call(
-            texts,
-            stride=stride,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            dimensions=dimensions,
-            pooling=pooling,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-            on_error=on_error,
+
+@task()
+def embed_chunks(
+    context: TaskContext, texts: Texts, options: ChunksOptions
+) -> Call[TokenEmbeddings]:
+    """A vector for each chunk of each text: embed with overflow="chunk" without the mean.
+
+    A chunk has as many tokens as the model takes. int8 and uint8 need ranges.
+    Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
+    """
+    vectors = _rows_task(context, options)
+    cut = OverflowOptions(overflow="chunk", stride=options.stride, on_error=options.on_error)
+    reader = context.reader(cut)
+    reader.prompt = context.prompt(options)
+    rows = cast("Task[np.ndarray]", vectors)  # the rows of one array
+    sink = token_sink(_no_vectors(context, vectors))
+    job = context.with_adapter(options, rows)
+    return Call("embed_chunks", texts, job, reader, sink, merge=np.stack)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpansOptions(PromptOptions, DenseOptions, TextOptions):
+    """Options of embed_spans."""
+
+    pooling: str | Sequence[str] = option("mean", "Mode (or modes, joined) of a span's tokens.")
+
+
+@task()
+def embed_spans(
+    context: TaskContext,
+    texts: Sequence[str],
+    spans: Sequence[Sequence[Span]],
+    options: SpansOptions,
+) -> Call[TokenEmbeddings]:
+    """A vector for each span of each text, pooled from one pass over the text (late chunking).
+
+    spans: for each text, (start, end) in characters; they may overlap and leave gaps. A token
+    belongs to every span that has one of its characters; a span without any, as one that was cut
+    off, is a vector of zeros before the checkpoint's modules.  int8 and uint8 need ranges.
+    Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
+    """
+    _check_spans(texts, spans)
+    vectors = _rows_task(context, options)
+    reader = SpanReader(
+        context.spec,
+        context.need_tokenizer(),
+        prompt=context.prompt(options),
+        truncate=options.truncate,
+        with_alignment=True,
+        keeps_errors=keeps_bad_texts(options.on_error),
+        spans=spans,
+    )
+    rows: Task[np.ndarray] = EmbedSpansTask(vectors, len(reader.prompt))
+    sink = token_sink(_no_vectors(context, vectors))
+    return Call("embed_spans", texts, context.with_adapter(options, rows), reader, sink)
+
+
+def _rows_task(context: TaskContext, options: DenseOptions) -> EmbedTask:
+    job = dense_task(context, options)
+    if needs_ranges(job.quantizer):
+        raise OptionError(
+            f"precision {options.precision} of several vectors per text needs ranges (f32 [2, "
+            "dimensions], minima and maxima)"
         )
-        return self._perform(call, show_progress=show_progress)
+    return job
 
-    @routed
-    def embed_spans(
-        self,
-        texts: Sequence[str],
-        spans: Sequence[Sequence[Span]],
-        *,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        dimensions: int | None = None,
-        pooling: str | Sequence[str] = "mean",
-        normalize: bool | None = None,
-        precision: Precision = "float32",
-        ranges: npt.ArrayLike | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        show_progress: bool = False,
-    ) -> TokenEmbeddings:
-        """A vector for each span of each text, pooled from one pass over the text (late chunking).
 
-        spans: for each text, (start, end) in characters; they may overlap and leave gaps. A token
-        belongs to every span that has one of its characters; a span without any, as one that was
-        cut off, is a vector of zeros before the checkpoint's modules.
-        pooling: of the tokens of a span.  Other options are those of embed; int8 and uint8 need
-        ranges.
-        Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
-        """
-        call = self._spans_call(
-            texts,
-            spans,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            dimensions=dimensions,
-            pooling=pooling,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        return self._perform(call, show_progress=show_progress)
-
-    def _chunks_call(
-        self,
-        texts: Texts,
-        *,
-        stride: int,
-        task: str | None,
-        prompt: str | None,
-        prompt_name: str | None,
-        dimensions: int | None,
-        pooling: str | Sequence[str] | None,
-        normalize: bool | None,
-        precision: Precision,
-        ranges: npt.ArrayLike | None,
-        on_error: OnError,
-    ) -> Call[TokenEmbeddings]:
-        vectors = self._rows_task(
-            dimensions=dimensions,
-            pooling=pooling,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-        )
-        reader = self._overflow_reader(
-            overflow="chunk", stride=stride, truncate=False, on_error=on_error
-        )
-        reader.prompt = self._prompt_of(task, prompt, prompt_name)
-        rows = cast("Task[np.ndarray]", vectors)  # the rows of one array
-        job = self._with_adapter(task, rows)
-        empty = self._no_vectors(vectors, dimensions)
-        return Call("embed_chunks", texts, job, reader, token_sink(empty), merge=np.stack)
-
-    def _spans_call(
-        self,
-        texts: Sequence[str],
-        spans: Sequence[Sequence[Span]],
-        *,
-        task: str | None,
-        prompt: str | None,
-        prompt_name: str | None,
-        dimensions: int | None,
-        pooling: str | Sequence[str] | None,
-        normalize: bool | None,
-        precision: Precision,
-        ranges: npt.ArrayLike | None,
-        truncate: bool,
-        on_error: OnError,
-    ) -> Call[TokenEmbeddings]:
-        _check_spans(texts, spans)
-        vectors = self._rows_task(
-            dimensions=dimensions,
-            pooling=pooling,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-        )
-        reader = SpanReader(
-            self.spec,
-            self._need_tokenizer(),
-            prompt=self._prompt_of(task, prompt, prompt_name),
-            truncate=truncate,
-            with_alignment=True,
-            keeps_errors=keeps_bad_texts(on_error),
-            spans=spans,
-        )
-        rows: Task[np.ndarray] = EmbedSpansTask(vectors, len(reader.prompt))
-        job = self._with_adapter(task, rows)
-        empty = self._no_vectors(vectors, dimensions)
-        return Call("embed_spans", texts, job, reader, token_sink(empty))
-
-    def _rows_task(
-        self,
-        *,
-        dimensions: int | None,
-        pooling: str | Sequence[str] | None,
-        normalize: bool | None,
-        precision: Precision,
-        ranges: npt.ArrayLike | None,
-    ) -> EmbedTask:
-        task = self._embed_task(
-            dimensions=dimensions,
-            pooling=pooling,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-        )
-        if needs_ranges(task.quantizer):
-            raise OptionError(
-                f"precision {precision} of several vectors a text needs ranges (f32 [2, "
-                "dimensions], minima and maxima)"
-            )
-        return task
-
-    def _no_vectors(self, task: EmbedTask, dimensions: int | None) -> np.ndarray:
-        """No rows, of the task's size and dtype."""
-        size = task.size(self.spec.output_size)
-        quantizer = task.quantizer
-        if quantizer is None:
-            return np.empty((0, size), dtype=np.float32)
-        return np.empty((0, quantizer.size(size)), dtype=quantizer.dtype)
+def _no_vectors(context: TaskContext, job: EmbedTask) -> np.ndarray:
+    """No rows, in the job's size and dtype."""
+    size, quantizer = job.size(context.spec.output_size), job.quantizer
+    if quantizer is None:
+        return np.empty((0, size), dtype=np.float32)
+    return np.empty((0, quantizer.size(size)), dtype=quantizer.dtype)
 
 
 def _check_spans(texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> None:

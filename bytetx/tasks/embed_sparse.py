@@ -2,8 +2,7 @@
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, ClassVar, Unpack, overload
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -11,18 +10,16 @@ import torch
 from bytetx.arguments import check_positive
 from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Capture, Step, Task
-from bytetx.errors import InputError
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.loading import NO_LIMIT
 from bytetx.nn.sentence_modules import AutoEncoder
-from bytetx.nn.splade import SpladeSpec, prepare_splade_head, splade
+from bytetx.nn.splade import SpladeSpec, splade
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.tasks.adapted import routed
 from bytetx.tasks.call import Call
-from bytetx.tasks.embed import DenseMixin, EmbedTask
-from bytetx.tasks.options import No, OnError, Raise, Return, SparseOptions, Texts, Yes
-from bytetx.tasks.results import Stream
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.embed import DenseOptions, EmbedTask, dense_task
+from bytetx.tasks.task import PromptOptions, TextOptions, Texts, option, task
 from bytetx.tasks.vectors import PackedSparse, SparseEmbeddings, SparseSink, SparseVector
 
 
@@ -204,114 +201,67 @@ class StaticWeightTask:
 SparseTask = SpladeTask | TokenWeightTask | LatentTask | StaticWeightTask
 
 
-class SparseMixin(DenseMixin):
-    """Model.embed_sparse."""
+@dataclass(frozen=True, kw_only=True)
+class SparseOptions(PromptOptions, TextOptions):
+    """Options of embed_sparse."""
 
-    @overload
-    def embed_sparse(
-        self, texts: Texts, *, stream: No = ..., on_error: OnError = ..., **o: Unpack[SparseOptions]
-    ) -> SparseEmbeddings: ...
+    max_active_dims: int | None = option(
+        None, "Keep so many of the largest weights; None is the checkpoint's own number.", min=1
+    )
 
-    @overload
-    def embed_sparse(
-        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[SparseOptions]
-    ) -> Stream[SparseVector]: ...
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_active_dims is not None:
+            check_positive("max_active_dims", self.max_active_dims)
 
-    @overload
-    def embed_sparse(
-        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[SparseOptions]
-    ) -> Stream[SparseVector | InputError]: ...
 
-    @routed
-    def embed_sparse(
-        self,
-        texts: Texts,
-        *,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        max_active_dims: int | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        stream: bool = False,
-        show_progress: bool = False,
-    ) -> SparseEmbeddings | Stream[Any]:
-        """A sparse vector over the vocabulary for each text, as SparseEncoder gives it.
+@task(item=SparseVector)
+def embed_sparse(
+    context: TaskContext, texts: Texts, options: SparseOptions
+) -> Call[SparseEmbeddings]:
+    """A sparse vector over the vocabulary for each text, as SparseEncoder gives it.
 
-        A checkpoint with a masked language model head gives SPLADE's weights, pooled as it says
-        (max over tokens of log1p(relu(logits)) where it says nothing); BGE-M3 gives a weight for
-        each token of the text; a SparseAutoEncoder gives its largest latents.
-        max_active_dims: keep so many of the largest weights; None is the checkpoint's own number,
-        or all.  task, prompt, prompt_name: as in embed.  A failed text's row is empty, its error in
-        `errors`.
-        Raises InputError where the checkpoint gives no sparse vectors.
-        """
-        call = self._sparse_call(
-            texts,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            max_active_dims=max_active_dims,
-            truncate=truncate,
-            on_error=on_error,
+    A checkpoint with a masked language model head gives SPLADE's weights, pooled as it says (max
+    over tokens of log1p(relu(logits)) where it says nothing); BGE-M3 gives a weight for each token
+    of the text; a SparseAutoEncoder gives its largest latents. A failed text's row is empty, its
+    error in `errors`.
+    Raises InputError where the checkpoint gives no sparse vectors.
+    """
+    vectors = sparse_task(context, options.max_active_dims)
+    rows: Task[SparseVector] = vectors
+    job = context.with_adapter(options, rows)
+    reader = context.reader(options)
+    reader.prompt = context.prompt(options)
+    size = context.spec.vocab_size
+    if isinstance(vectors, StaticWeightTask):  # no model limits a text
+        size = len(vectors.weights)
+        reader.spec = replace(context.spec, vocab_size=size, max_positions=NO_LIMIT)
+        reader.allows_no_tokens = True
+    elif isinstance(vectors, LatentTask):
+        size = vectors.size
+    return Call("embed_sparse", texts, job, reader, lambda _: SparseSink(size))
+
+
+def sparse_task(context: TaskContext, max_active_dims: int | None) -> SparseTask:
+    """The kind of sparse vectors that a checkpoint gives; InputError where it gives none."""
+    sentence = context.checkpoint.sentence
+    most = max_active_dims or sentence.max_active_dims
+    modules, static = context.checkpoint.modules, context.checkpoint.static_weights
+    if static is not None:
+        return StaticWeightTask(static, most)
+    if modules and isinstance(modules[-1], AutoEncoder):
+        k = min(most or modules[-1].k, modules[-1].out_features)
+        dense = dense_task(context, DenseOptions(), with_latents=True)
+        return LatentTask(dense, k, modules[-1].out_features)
+    weight = context.checkpoint.token_weight
+    if weight is not None and sentence.splade is None:
+        tokenizer = context.need_tokenizer()
+        special = (tokenizer.unk_token_id, *tokenizer.frame_ids)
+        skipped = frozenset(token_id for token_id in special if token_id is not None)
+        return TokenWeightTask(weight, skipped, most)
+    if context.splade_head is None:
+        raise context.no_head_error(
+            "gives no sparse vectors: it has neither a masked language model head (SPLADE) nor "
+            "BGE-M3's sparse_linear; use embed"
         )
-        if stream:
-            return self._stream(call, show_progress=show_progress)
-        return self._perform(call, show_progress=show_progress)
-
-    def _sparse_call(
-        self,
-        texts: Texts,
-        *,
-        task: str | None,
-        prompt: str | None,
-        prompt_name: str | None,
-        max_active_dims: int | None,
-        truncate: bool,
-        on_error: OnError,
-    ) -> Call[SparseEmbeddings]:
-        """Model.embed_sparse, ready to run."""
-        vectors = self._sparse_task(max_active_dims)
-        rows: Task[SparseVector] = vectors
-        job = self._with_adapter(task, rows)
-        reader = self._reader(truncate=truncate, on_error=on_error)
-        reader.prompt = self._prompt_of(task, prompt, prompt_name)
-        size = self.spec.vocab_size
-        if isinstance(vectors, StaticWeightTask):  # no model limits a text
-            size = len(vectors.weights)
-            reader.spec = replace(self.spec, vocab_size=size, max_positions=NO_LIMIT)
-            reader.allows_no_tokens = True
-        elif isinstance(vectors, LatentTask):
-            size = vectors.size
-
-        return Call("embed_sparse", texts, job, reader, lambda _: SparseSink(size))
-
-    def _sparse_task(self, max_active_dims: int | None) -> SparseTask:
-        if max_active_dims is not None:
-            check_positive("max_active_dims", max_active_dims)
-        sentence = self.checkpoint.sentence
-        most = max_active_dims or sentence.max_active_dims
-        modules, static = self.checkpoint.modules, self.checkpoint.static_weights
-        if static is not None:
-            return StaticWeightTask(static, most)
-        if modules and isinstance(modules[-1], AutoEncoder):
-            k = min(most or modules[-1].k, modules[-1].out_features)
-            return LatentTask(self._embed_task(with_latents=True), k, modules[-1].out_features)
-        weight = self.checkpoint.token_weight
-        if weight is not None and sentence.splade is None:
-            tokenizer = self._need_tokenizer()
-            special = (tokenizer.unk_token_id, *tokenizer.frame_ids)
-            skipped = frozenset(token_id for token_id in special if token_id is not None)
-            return TokenWeightTask(weight, skipped, most)
-        if self._splade_head is None:
-            raise InputError(
-                f"this checkpoint ({', '.join(self.spec.architectures) or 'no architecture'}) "
-                "gives no sparse vectors: it has neither a masked language model head (SPLADE) nor "
-                "BGE-M3's sparse_linear; use embed"
-            )
-        return SpladeTask(self._splade_head, sentence.splade or SpladeSpec(), most)
-
-    @cached_property
-    def _splade_head(self) -> MaskedLMHead | None:
-        head = self.heads.masked_lm
-        return None if head is None else prepare_splade_head(head)
+    return SpladeTask(context.splade_head, sentence.splade or SpladeSpec(), most)

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Literal, Unpack, overload
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from bytetx.arguments import check_text
-from bytetx.checkpoint.multi_vector import MultiVectorSpec, TokenPoolingSpec
-from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.checkpoint.multi_vector import MultiVectorSpec, QueryExpansion, TokenPoolingSpec
 from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError, shown
@@ -20,9 +19,8 @@ from bytetx.nn.unseen_tokens import forward_with_unseen, why_no_unseen_tokens
 from bytetx.requests.inputs import Expansion, InputReader
 from bytetx.tasks.adapted import PROMPT_NAMES
 from bytetx.tasks.call import Call
+from bytetx.tasks.context import TaskContext
 from bytetx.tasks.embed import output_size
-from bytetx.tasks.one_pass import OnePass
-from bytetx.tasks.options import No, OnError, Raise, Return, Texts, TokenOptions, Yes
 from bytetx.tasks.precision import (
     Precision,
     Quantizer,
@@ -30,7 +28,7 @@ from bytetx.tasks.precision import (
     needs_ranges,
     quantized,
 )
-from bytetx.tasks.results import Stream
+from bytetx.tasks.task import TextOptions, Texts, option, task
 from bytetx.tasks.token_pooling import check_token_pooling, pool_tokens
 from bytetx.tasks.vectors import TokenEmbeddings, token_sink
 
@@ -116,189 +114,148 @@ class TokenVectorTask:
         return pooled if self.quantizer is None else self.quantizer.on_host(pooled)
 
 
-class TokenVectorMixin(OnePass):
-    """Model.embed_tokens."""
+@dataclass(frozen=True, kw_only=True)
+class TokenOptions(TextOptions):
+    """Options of embed_tokens."""
 
-    @overload
-    def embed_tokens(
-        self, texts: Texts, *, stream: No = ..., on_error: OnError = ..., **o: Unpack[TokenOptions]
-    ) -> TokenEmbeddings: ...
+    task: Literal["query", "document"] = option(
+        "document",
+        "'query' takes the checkpoint's prompt, length and expansion of queries, 'document' its "
+        "prompt and length of documents and leaves out the tokens of its skip list.",
+    )
+    prompt: str | None = option(None, "Text put before every str, instead of the task's prompt.")
+    prompt_name: str | None = option(None, "The prompt of the checkpoint with this name.")
+    normalize: bool | None = option(None, "Unit length; None is as the checkpoint says.")
+    precision: Precision = option(
+        "float32", "float32, float16, int8, uint8, binary or ubinary, as in embed."
+    )
+    ranges: npt.ArrayLike | None = option(
+        None, "f32 [2, dimensions], minima and maxima, which int8 and uint8 need."
+    )
 
-    @overload
-    def embed_tokens(
-        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[TokenOptions]
-    ) -> Stream[np.ndarray]: ...
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task not in ("query", "document"):
+            raise OptionError(f"task must be 'query' or 'document', got {shown(self.task)}")
 
-    @overload
-    def embed_tokens(
-        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[TokenOptions]
-    ) -> Stream[np.ndarray | InputError]: ...
 
-    def embed_tokens(
-        self,
-        texts: Texts,
-        *,
-        task: Literal["query", "document"] = "document",
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        normalize: bool | None = None,
-        precision: Precision = "float32",
-        ranges: npt.ArrayLike | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        stream: bool = False,
-        show_progress: bool = False,
-    ) -> TokenEmbeddings | Stream[Any]:
-        """A vector for each token of each text, as MultiVectorEncoder gives them.
+@task(item=np.ndarray)
+def embed_tokens(
+    context: TaskContext, texts: Texts, options: TokenOptions
+) -> Call[TokenEmbeddings]:
+    """A vector for each token of each text, as MultiVectorEncoder gives them.
 
-        task: "query" takes the checkpoint's prompt, length and expansion of queries, "document"
-        its prompt and length of documents and leaves out the tokens of its skip list.
-        prompt, prompt_name: instead of the task's own.  normalize: None as the checkpoint says.
-        precision, ranges: as in embed; int8 and uint8 need ranges.  truncate: cut a text beyond
-        the task's length; else it is a TooLongError.
-        A failed text has no vectors, its error is in `errors`. bytetx.maxsim scores the results.
-        Raises InputError where the checkpoint gives no vectors of tokens.
-        """
-        call = self._tokens_call(
-            texts,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-            truncate=truncate,
-            on_error=on_error,
+    truncate: cut a text beyond the task's length; else it is a TooLongError.
+    A failed text has no vectors, its error is in `errors`. bytetx.maxsim scores the results.
+    Raises InputError where the checkpoint gives no vectors of tokens.
+    """
+    size, job = token_task(context, options)
+    reader = _reader(context, options)
+    reader.prompt = _prompt(context, options)
+    dtype, columns = np.dtype(np.float32), size
+    if job.quantizer is not None:
+        dtype, columns = job.quantizer.dtype, job.quantizer.size(size)
+    empty = np.empty((0, columns), dtype=dtype)
+    return Call("embed_tokens", texts, job, reader, token_sink(empty))
+
+
+def token_task(context: TaskContext, options: TokenOptions) -> tuple[int, TokenVectorTask]:
+    """(numbers of a vector, the task); InputError where the checkpoint gives no such vectors."""
+    checkpoint, task = context.checkpoint, options.task
+    spec, modules = checkpoint.sentence.multi_vector, checkpoint.token_modules
+    if spec is None and not modules:
+        raise context.no_head_error(
+            "gives no vectors of tokens: it is neither a multi-vector model (ColBERT) nor has "
+            "it BGE-M3's colbert_linear; use embed, or hidden_states"
         )
-        if stream:
-            return self._stream(call, show_progress=show_progress)
-        return self._perform(call, show_progress=show_progress)
-
-    def _tokens_call(
-        self,
-        texts: Texts,
-        *,
-        task: Literal["query", "document"],
-        prompt: str | None,
-        prompt_name: str | None,
-        normalize: bool | None,
-        precision: Precision,
-        ranges: npt.ArrayLike | None,
-        truncate: bool,
-        on_error: OnError,
-    ) -> Call[TokenEmbeddings]:
-        """Model.embed_tokens, ready to run."""
-        if task not in ("query", "document"):
-            raise OptionError(f"task must be 'query' or 'document', got {shown(task)}")
-        size, job = self._token_task(task, normalize, precision=precision, ranges=ranges)
-        reader = self._token_reader(task, truncate=truncate, on_error=on_error)
-        reader.prompt = self._token_prompt(task, prompt, prompt_name)
-        dtype, columns = np.dtype(np.float32), size
-        if job.quantizer is not None:
-            dtype, columns = job.quantizer.dtype, job.quantizer.size(size)
-        empty = np.empty((0, columns), dtype=dtype)
-        return Call("embed_tokens", texts, job, reader, token_sink(empty))
-
-    def _token_task(
-        self,
-        task: str,
-        normalize: bool | None,
-        *,
-        precision: str = "float32",
-        ranges: npt.ArrayLike | None = None,
-    ) -> tuple[int, TokenVectorTask]:
-        """(numbers of a vector, the task)"""
-        checkpoint = self.checkpoint
-        spec, modules = checkpoint.sentence.multi_vector, checkpoint.token_modules
-        if spec is None and not modules:
-            raise InputError(
-                f"this checkpoint ({', '.join(self.spec.architectures) or 'no architecture'}) "
-                "gives no vectors of tokens: it is neither a multi-vector model (ColBERT) nor has "
-                "it BGE-M3's colbert_linear; use embed, or hidden_states"
-            )
-        if normalize is False:
-            modules = tuple(module for module in modules if not isinstance(module, Normalize))
-        elif normalize and not any(isinstance(module, Normalize) for module in modules):
-            modules = (*modules, _NORMALIZE)
-        size = output_size(self.spec.output_size, ("tokens",), modules)
-        quantizer = make_quantizer(precision, ranges, dim=size, device=checkpoint.device)
-        if needs_ranges(quantizer):
-            raise OptionError(
-                f"precision {precision} of token vectors needs ranges (f32 [2, {size}], minima "
-                "and maxima)"
-            )
-        if spec is None:
-            return size, TokenVectorTask(modules, num_skipped_first=1, quantizer=quantizer)
-        expansion = spec.expansion if task == "query" else None
-        pooling = spec.token_pooling
-        if pooling is not None and task in pooling.tasks:
-            check_token_pooling()
-        else:
-            pooling = None
-        return size, TokenVectorTask(
-            (torch.Tensor.float, *modules),
-            skipped_ids=self._skipped_ids(spec) if task in spec.skiplist_tasks else None,
-            hides_expansion=expansion is not None and not expansion.attends,
-            quantizer=quantizer,
-            pooling=pooling,
+    if options.normalize is False:
+        modules = tuple(module for module in modules if not isinstance(module, Normalize))
+    elif options.normalize and not any(isinstance(module, Normalize) for module in modules):
+        modules = (*modules, _NORMALIZE)
+    size = output_size(context.spec.output_size, ("tokens",), modules)
+    quantizer = make_quantizer(
+        options.precision, options.ranges, dim=size, device=checkpoint.device
+    )
+    if needs_ranges(quantizer):
+        raise OptionError(
+            f"precision {options.precision} of token vectors needs ranges (f32 [2, {size}], minima "
+            "and maxima)"
         )
+    if spec is None:
+        return size, TokenVectorTask(modules, num_skipped_first=1, quantizer=quantizer)
+    expansion = spec.expansion if task == "query" else None
+    pooling = spec.token_pooling
+    if pooling is not None and task in pooling.tasks:
+        check_token_pooling()
+    else:
+        pooling = None
+    return size, TokenVectorTask(
+        (torch.Tensor.float, *modules),
+        skipped_ids=_skipped_ids(context, spec) if task in spec.skiplist_tasks else None,
+        hides_expansion=expansion is not None and not expansion.attends,
+        quantizer=quantizer,
+        pooling=pooling,
+    )
 
-    def _skipped_ids(self, spec: MultiVectorSpec) -> np.ndarray:
-        """int32: tokens of the skip list; a word that is no token of its own is none."""
-        tokenizer = self._need_tokenizer()
-        ids = (tokenizer.backend.token_to_id(word) for word in spec.skiplist_words)
-        return np.array([token_id for token_id in ids if token_id is not None], dtype=np.int32)
 
-    def _token_reader(self, task: str, *, truncate: bool, on_error: str) -> InputReader:
-        """A reader with the task's length and expansion."""
-        reader = self._reader(truncate=truncate, on_error=on_error)
-        spec = self.checkpoint.sentence.multi_vector
-        if spec is None:
-            return reader
-        length = spec.query_length if task == "query" else spec.document_length
-        expansion = spec.expansion if task == "query" else None
-        if expansion is not None:
-            if expansion.is_fixed:
-                length = expansion.length
-            elif length is not None:
-                length = max(length, expansion.length)
-            reader.expansion = self._expansion(spec, self._need_tokenizer())
-        if length is not None:
-            reader.max_tokens = length
-            if self.tokenizer is not None:
-                reader.tokenizer = self.tokenizer.limited(length)
+def _skipped_ids(context: TaskContext, spec: MultiVectorSpec) -> np.ndarray:
+    """int32: tokens of the skip list; a word that is no token of its own is none."""
+    backend = context.need_tokenizer().backend
+    ids = (backend.token_to_id(word) for word in spec.skiplist_words)
+    return np.array([token_id for token_id in ids if token_id is not None], dtype=np.int32)
+
+
+def _reader(context: TaskContext, options: TokenOptions) -> InputReader:
+    """A reader with the task's length and expansion."""
+    reader, is_query = context.reader(options), options.task == "query"
+    spec = context.checkpoint.sentence.multi_vector
+    if spec is None:
         return reader
+    length = spec.query_length if is_query else spec.document_length
+    expansion = spec.expansion if is_query else None
+    if expansion is not None:
+        if expansion.is_fixed:
+            length = expansion.length
+        elif length is not None:
+            length = max(length, expansion.length)
+        reader.expansion = _expansion(context, expansion)
+    if length is not None:
+        reader.max_tokens = length
+        if context.tokenizer is not None:
+            reader.tokenizer = context.tokenizer.limited(length)
+    return reader
 
-    def _expansion(self, spec: MultiVectorSpec, tokenizer: Tokenizer) -> Expansion:
-        expansion = spec.expansion
-        assert expansion is not None  # the caller asked
-        if expansion.length > self.spec.max_positions:
-            raise InputError(
-                f"the checkpoint expands queries to {expansion.length} tokens, and the model takes "
-                f"at most {self.spec.max_positions}"
-            )
-        if not expansion.attends:
-            reason = why_no_unseen_tokens(self.checkpoint.transformer, length=expansion.length)
-            if reason is not None:
-                raise InputError(
-                    "the checkpoint expands queries by tokens that no other token sees "
-                    f"(query_expansion with attend false), which bytetx does not run for {reason}"
-                )
-        token_id = tokenizer.mask_token_id
-        if expansion.token is not None:
-            token_id = tokenizer.backend.token_to_id(expansion.token)
-        if token_id is None:
-            raise InputError(
-                f"the checkpoint expands queries by {expansion.token or 'the mask token'}, which "
-                "its tokenizer does not have"
-            )
-        return Expansion(token_id, expansion.length, expansion.attends)
 
-    def _token_prompt(self, task: str, prompt: str | None, prompt_name: str | None) -> str:
-        sentence = self.checkpoint.sentence
-        if prompt is not None:
-            check_text("prompt", prompt)
-        if prompt is None and prompt_name is None:
-            names = PROMPT_NAMES[task]
-            prompt_name = next((name for name in names if name in sentence.prompts), None)
-        return sentence.prompt_text(prompt, prompt_name)
+def _expansion(context: TaskContext, expansion: QueryExpansion) -> Expansion:
+    if expansion.length > context.spec.max_positions:
+        raise InputError(
+            f"the checkpoint expands queries to {expansion.length} tokens, and the model takes "
+            f"at most {context.spec.max_positions}"
+        )
+    if not expansion.attends:
+        reason = why_no_unseen_tokens(context.checkpoint.transformer, length=expansion.length)
+        if reason is not None:
+            raise InputError(
+                "the checkpoint expands queries by tokens that no other token sees "
+                f"(query_expansion with attend false), which bytetx does not run for {reason}"
+            )
+    tokenizer = context.need_tokenizer()
+    token_id = tokenizer.mask_token_id
+    if expansion.token is not None:
+        token_id = tokenizer.backend.token_to_id(expansion.token)
+    if token_id is None:
+        raise InputError(
+            f"the checkpoint expands queries by {expansion.token or 'the mask token'}, which "
+            "its tokenizer does not have"
+        )
+    return Expansion(token_id, expansion.length, expansion.attends)
+
+
+def _prompt(context: TaskContext, options: TokenOptions) -> str:
+    sentence, prompt_name = context.checkpoint.sentence, options.prompt_name
+    if options.prompt is not None:
+        check_text("prompt", options.prompt)
+    elif prompt_name is None:
+        names = PROMPT_NAMES[options.task]
+        prompt_name = next((name for name in names if name in sentence.prompts), None)
+    return sentence.prompt_text(options.prompt, prompt_name)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from bytetx.arguments import text_fault
+from bytetx.arguments import check_names, check_top_k, text_fault
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Step
@@ -17,12 +17,52 @@ from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
 from bytetx.ops.log_softmax import log_softmax
-from bytetx.tasks.results import Fill
+from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.results import Fill, Results
+from bytetx.tasks.task import TextOptions, Texts, option, task
 
 logger = logging.getLogger("bytetx")
 
 # Masks whose logits are in memory at once: 256 rows of a vocabulary of 250 000 are 256 MB in f32.
 _MAX_MASK_ROWS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillMaskOptions(TextOptions):
+    """Options of fill_mask."""
+
+    top_k: int = option(5, "Best tokens to keep for each mask.", min=1)
+    targets: Sequence[str] | None = option(
+        None, "Score these words only, by their probability in the full vocabulary."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_top_k(self.top_k, may_be_none=False)
+        if self.targets is not None and not isinstance(self.targets, str):
+            check_names("targets", self.targets)
+
+
+@task(item=list[Fill])
+def fill_mask(
+    context: TaskContext, texts: Texts, options: FillMaskOptions
+) -> Call[Results[list[Fill]]]:
+    """The best tokens for every mask token of each text.
+
+    Raises InputError where the checkpoint has no masked language model head, or no mask token.
+    """
+    head = context.need_head(context.heads.masked_lm, "masked language model")
+    tokenizer = context.need_tokenizer()
+    if tokenizer.mask_token_id is None:
+        raise InputError("this checkpoint's tokenizer names no mask token")
+    target_ids = None
+    if options.targets is not None:
+        target_ids = find_targets(tokenizer, options.targets).to(context.checkpoint.device)
+    reader = context.reader(options)
+    reader.needs_mask = True
+    job = FillMaskTask(head, tokenizer, options.top_k, target_ids)
+    return Call("fill_mask", texts, job, reader, list_sink)
 
 
 @dataclass(frozen=True, slots=True)

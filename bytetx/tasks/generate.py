@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from itertools import islice
 from operator import sub
 from time import perf_counter
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from bytetx.arguments import check_iterable
 from bytetx.encode.request import RunStats
@@ -18,12 +18,26 @@ from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.requests.prompts import Prompt, PromptReader
 from bytetx.sampling_params import SamplingParams
-from bytetx.tasks.one_pass import keeps_bad_texts
-from bytetx.tasks.options import GenerateOptions, No, OnError, Raise, Return, Yes
 from bytetx.tasks.progress import num_texts, with_progress
 from bytetx.tasks.results import GeneratedText, Generation, Results, Stream
+from bytetx.tasks.task import OnError, keeps_bad_texts
 
 _Params = SamplingParams | Sequence[SamplingParams] | None
+# The values of stream and on_error, on which the type of the results depends.
+No = Literal[False]
+Yes = Literal[True]
+Raise = Literal["raise"]
+Return = Literal["return"]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of Model.generate, as type checkers see them."""
+
+    chat_template_kwargs: Mapping[str, Any] | None
+    kv_cache_tokens: int | None
+    max_num_seqs: int | None
+    num_speculative_tokens: int
+    show_progress: bool
 
 
 class GenerationMixin:

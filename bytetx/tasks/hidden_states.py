@@ -1,16 +1,39 @@
 """Hidden states of chosen layers, one array a text."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
 import torch
 
+from bytetx.arguments import chosen_layers
 from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Step
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
+from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.results import Results
+from bytetx.tasks.task import TextOptions, Texts, option, task
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatesOptions(TextOptions):
+    """Options of hidden_states."""
+
+    layers: Sequence[int] = option(
+        (-1,), "Layers to return: 0 is the embeddings' output, -1 that of the last layer."
+    )
+
+
+@task(item=np.ndarray)
+def hidden_states(
+    context: TaskContext, texts: Texts, options: StatesOptions
+) -> Call[Results[np.ndarray]]:
+    """The hidden states of each text: f32 [len(layers), num_tokens, hidden_size]."""
+    job = HiddenStatesTask(chosen_layers(options.layers, num_states=context.spec.num_layers + 1))
+    return Call("hidden_states", texts, job, context.reader(options), list_sink)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_iterable, check_text, check_top_k, text_fault
-from bytetx.checkpoint.logit_score import LogitScoreSpec
 from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError
@@ -18,10 +17,10 @@ from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import pool
 from bytetx.tasks.call import Call, ListSink
 from bytetx.tasks.classify import ScoreTask
-from bytetx.tasks.one_pass import OnePass
-from bytetx.tasks.options import OnError
+from bytetx.tasks.context import TaskContext
 from bytetx.tasks.pair_prompts import PairPrompts, chat_prompts, yes_no_ids, yes_no_prompts
 from bytetx.tasks.results import Hit, Results
+from bytetx.tasks.task import TextOptions, option, task
 
 # Families whose causal models are rerankers of this kind.
 YES_NO_FAMILIES = ("qwen3",)
@@ -73,170 +72,146 @@ class YesNoTask:
         return scores
 
 
-class RerankMixin(OnePass):
-    """Model.rerank."""
+@dataclass(frozen=True, kw_only=True)
+class RerankOptions(TextOptions):
+    """Options of rerank."""
 
-    def rerank(
-        self,
-        query: str,
-        documents: Iterable[str],
-        *,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        instruction: str | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        show_progress: bool = False,
-    ) -> Results[Hit]:
-        """The documents by how well they answer the query, best first.
+    top_k: int | None = option(None, "Best documents to keep; None keeps all.", min=1)
+    raw_scores: bool = option(False, "The logit, without the checkpoint's activation.")
+    instruction: str | None = option(
+        None, "What a causal reranker is told; None is that of its model card."
+    )
 
-        The model is a cross-encoder with one label, or a causal one that answers yes or no
-        (Qwen3-Reranker, or sentence-transformers' LogitScore), whose prompt holds the instruction;
-        None is that of its model card, or the checkpoint's default prompt.
-        top_k: None keeps all.  raw_scores: the logit, without the checkpoint's activation.
-        on_error="return": a bad document is left out; its error is in `errors` by its index.
-        """
-        call = self._rerank_call(
-            query,
-            documents,
-            top_k=top_k,
-            raw_scores=raw_scores,
-            instruction=instruction,
-            truncate=truncate,
-            on_error=on_error,
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_top_k(self.top_k)
+        if self.instruction is not None:
+            check_text("instruction", self.instruction)
+
+
+def reranks_by_logits(context: TaskContext) -> bool:
+    """Whether the model is a causal one, whose prompts are made before they are read."""
+    if context.checkpoint.sentence.logit_score is not None:
+        return True
+    return context.heads.lm is not None and context.spec.family in YES_NO_FAMILIES
+
+
+def _is_slow(
+    context: TaskContext, query: str, documents: Iterable[str], options: RerankOptions
+) -> bool:
+    """The prompts of a causal reranker are tokenised while the call is made, and documents that
+    are no list are pulled.
+    """
+    return not isinstance(documents, list | tuple) or reranks_by_logits(context)
+
+
+@task(is_slow=_is_slow)
+def rerank(
+    context: TaskContext, query: str, documents: Iterable[str], options: RerankOptions
+) -> Call[Results[Hit]]:
+    """The documents by how well they answer the query, best first.
+
+    The model is a cross-encoder with one label, or a causal one that answers yes or no
+    (Qwen3-Reranker, or sentence-transformers' LogitScore), whose prompt holds the instruction.
+    With on_error="return" a bad document is left out; its error is in `errors` by its index.
+    Raises InputError where the model is neither.
+    """
+    check_text("query", query)
+    documents = list(check_iterable("documents", documents))
+    if reranks_by_logits(context):
+        return _logits_call(context, query, documents, options)
+    if options.instruction is not None:
+        raise OptionError("instruction is for causal rerankers; this is a cross-encoder")
+    head = context.need_head(context.heads.sequence, "sequence classification")
+    if context.spec.num_labels != 1:
+        raise InputError(
+            f"rerank needs a model with one label, this one has {context.spec.num_labels}; "
+            "use classify with (query, document) pairs"
         )
-        return self._perform(call, show_progress=show_progress)
+    job = ScoreTask(head, _activation(context, options))
+    prompt = context.checkpoint.sentence.prompt_text(None, None)
+    pairs = [(prompt + query, document) for document in documents]
 
-    def _rerank_call(
-        self,
-        query: str,
-        documents: Iterable[str],
-        *,
-        top_k: int | None,
-        raw_scores: bool,
-        instruction: str | None,
-        truncate: bool,
-        on_error: OnError,
-    ) -> Call[Results[Hit]]:
-        """Model.rerank, ready to run."""
-        check_top_k(top_k)
-        check_text("query", query)
-        documents = list(check_iterable("documents", documents))
-        if self._reranks_by_logits:
-            return self._logits_call(
-                query,
-                documents,
-                top_k=top_k,
-                raw_scores=raw_scores,
-                instruction=instruction,
-                truncate=truncate,
-                on_error=on_error,
-            )
-        if instruction is not None:
-            raise OptionError("instruction is for causal rerankers; this is a cross-encoder")
-        head = self._need_head(self.heads.sequence, "sequence classification")
-        if self.spec.num_labels != 1:
-            raise InputError(
-                f"rerank needs a model with one label, this one has {self.spec.num_labels}; "
-                "use classify with (query, document) pairs"
-            )
-        name = self.checkpoint.cross_encoder_activation or "torch.nn.Sigmoid"
-        if raw_scores:
-            name = "torch.nn.Identity"
-        task = ScoreTask(head, activation_by_name(name, source="the cross-encoder's config"))
-        prompt = self.checkpoint.sentence.prompt_text(None, None)
-        pairs = [(prompt + query, document) for document in documents]
-        reader = self._reader(truncate=truncate, on_error=on_error)
+    def gather(scores: Results[Any]) -> Results[Hit]:
+        return _best_hits(scores, documents, options.top_k)
 
-        def gather(scores: Results[Any]) -> Results[Hit]:
-            return _best_hits(scores, documents, top_k)
+    return Call("rerank", pairs, job, context.reader(options), lambda _: ListSink(gather))
 
-        return Call("rerank", pairs, task, reader, lambda _: ListSink(gather))
 
-    @property
-    def _reranks_by_logits(self) -> bool:
-        """Whether the model is a causal one, whose prompts are made before they are read."""
-        return self._logit_score is not None or self._answers_yes_or_no()
+def _logits_call(
+    context: TaskContext, query: str, documents: list[str], options: RerankOptions
+) -> Call[Results[Hit]]:
+    """rerank by a causal model."""
+    job = _yes_no_task(context, options)
+    faults = map(text_fault, documents)
+    refused = {
+        index: InputError(f"documents[{index}] {fault}")
+        for index, fault in enumerate(faults)
+        if fault is not None
+    }
+    texts = ["" if index in refused else text for index, text in enumerate(documents)]
+    made = _pair_prompts(context, query, texts, options)
+    prompts = made.prompts
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, InputError):
+            refused.setdefault(index, prompt)
+    reader = context.reader(options)
+    if refused and not reader.keeps_errors:
+        raise refused[min(refused)]
+    given = {
+        index: prompt
+        for index, prompt in enumerate(prompts)
+        if index not in refused and not isinstance(prompt, InputError)
+    }
+    kept = list(given)
 
-    def _answers_yes_or_no(self) -> bool:
-        return self.heads.lm is not None and self.spec.family in YES_NO_FAMILIES
+    def gather(scores: Results[Any]) -> Results[Hit]:
+        errors = refused | {kept[index]: error for index, error in scores.errors.items()}
+        by_index = dict(zip(kept, scores, strict=True))
+        ordered = [by_index.get(index, errors.get(index)) for index in range(len(documents))]
+        num_truncated = scores.stats.num_truncated + made.num_truncated
+        stats = replace(scores.stats, num_truncated=num_truncated)
+        return _best_hits(Results(ordered, stats, errors), documents, options.top_k)
 
-    def _logits_call(
-        self,
-        query: str,
-        documents: list[str],
-        *,
-        top_k: int | None,
-        raw_scores: bool,
-        instruction: str | None,
-        truncate: bool,
-        on_error: OnError,
-    ) -> Call[Results[Hit]]:
-        if instruction is not None:
-            check_text("instruction", instruction)
-        task = self._yes_no_task(raw_scores=raw_scores)
-        faults = map(text_fault, documents)
-        refused = {
-            index: InputError(f"documents[{index}] {fault}")
-            for index, fault in enumerate(faults)
-            if fault is not None
-        }
-        texts = ["" if index in refused else text for index, text in enumerate(documents)]
-        made = self._pair_prompts(query, texts, instruction=instruction, truncate=truncate)
-        prompts = made.prompts
-        for index, prompt in enumerate(prompts):
-            if isinstance(prompt, InputError):
-                refused.setdefault(index, prompt)
-        reader = self._reader(truncate=truncate, on_error=on_error)
-        if refused and not reader.keeps_errors:
-            raise refused[min(refused)]
-        given = {
-            index: prompt
-            for index, prompt in enumerate(prompts)
-            if index not in refused and not isinstance(prompt, InputError)
-        }
-        kept = list(given)
+    return Call("rerank", list(given.values()), job, reader, lambda _: ListSink(gather))
 
-        def gather(scores: Results[Any]) -> Results[Hit]:
-            errors = refused | {kept[index]: error for index, error in scores.errors.items()}
-            by_index = dict(zip(kept, scores, strict=True))
-            ordered = [by_index.get(index, errors.get(index)) for index in range(len(documents))]
-            num_truncated = scores.stats.num_truncated + made.num_truncated
-            stats = replace(scores.stats, num_truncated=num_truncated)
-            return _best_hits(Results(ordered, stats, errors), documents, top_k)
 
-        return Call("rerank", list(given.values()), task, reader, lambda _: ListSink(gather))
+def _activation(
+    context: TaskContext, options: RerankOptions
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The checkpoint's activation of logits, a sigmoid where it names none."""
+    name = context.checkpoint.cross_encoder_activation or "torch.nn.Sigmoid"
+    name = "torch.nn.Identity" if options.raw_scores else name
+    return activation_by_name(name, source="the cross-encoder's config")
 
-    def _yes_no_task(self, *, raw_scores: bool) -> YesNoTask:
-        head, score = self._need_head(self.heads.lm, "language model"), self._logit_score
-        if score is None:
-            yes, no = yes_no_ids(self._need_tokenizer())
-            own = torch.nn.Identity() if raw_scores else torch.nn.Sigmoid()
-            return YesNoTask(head, yes, no, own)
-        name = self.checkpoint.cross_encoder_activation or "torch.nn.Sigmoid"
-        name = "torch.nn.Identity" if raw_scores else name
-        activation = activation_by_name(name, source="the cross-encoder's config")
-        return YesNoTask(head, score.true_token_id, score.false_token_id, activation)
 
-    def _pair_prompts(
-        self, query: str, documents: list[str], *, instruction: str | None, truncate: bool
-    ) -> PairPrompts:
-        tokenizer, score = self._need_tokenizer(), self._logit_score
-        if score is None:
-            return yes_no_prompts(
-                tokenizer, query, documents, instruction=instruction, truncate=truncate
-            )
-        prompt = self.checkpoint.sentence.prompt_text(instruction, None)
-        template = self.checkpoint.pair_template
-        if template is None:
-            return PairPrompts([(prompt + query, document) for document in documents])
-        return chat_prompts(
-            tokenizer, template, score, query, documents, prompt=prompt, truncate=truncate
+def _yes_no_task(context: TaskContext, options: RerankOptions) -> YesNoTask:
+    head = context.need_head(context.heads.lm, "language model")
+    score = context.checkpoint.sentence.logit_score
+    if score is None:
+        yes, no = yes_no_ids(context.need_tokenizer())
+        own = torch.nn.Identity() if options.raw_scores else torch.nn.Sigmoid()
+        return YesNoTask(head, yes, no, own)
+    activation = _activation(context, options)
+    return YesNoTask(head, score.true_token_id, score.false_token_id, activation)
+
+
+def _pair_prompts(
+    context: TaskContext, query: str, documents: list[str], options: RerankOptions
+) -> PairPrompts:
+    tokenizer, sentence = context.need_tokenizer(), context.checkpoint.sentence
+    score, truncate = sentence.logit_score, options.truncate
+    if score is None:
+        return yes_no_prompts(
+            tokenizer, query, documents, instruction=options.instruction, truncate=truncate
         )
-
-    @property
-    def _logit_score(self) -> LogitScoreSpec | None:
-        return self.checkpoint.sentence.logit_score
+    prompt = sentence.prompt_text(options.instruction, None)
+    template = context.checkpoint.pair_template
+    if template is None:
+        return PairPrompts([(prompt + query, document) for document in documents])
+    return chat_prompts(
+        tokenizer, template, score, query, documents, prompt=prompt, truncate=truncate
+    )
 
 
 def _best_hits(scores: Results[Any], documents: Sequence[str], top_k: int | None) -> Results[Hit]:

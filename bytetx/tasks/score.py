@@ -11,7 +11,22 @@ from bytetx.encode.finite import are_finite
 from bytetx.encode.step import Step
 from bytetx.nn.heads import LmHead
 from bytetx.nn.transformer import Transformer
-from bytetx.tasks.results import Likelihood
+from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.results import Likelihood, Results
+from bytetx.tasks.task import TextOptions, Texts, task
+
+
+@task(item=Likelihood)
+def score(context: TaskContext, texts: Texts, options: TextOptions) -> Call[Results[Likelihood]]:
+    """Log-likelihood and perplexity of each text under a causal language model.
+
+    The first token, which has nothing before it, is not scored; give a text that starts with the
+    begin-of-text token, or a tokenizer that adds it, to score every token of one's own.
+    Raises InputError where the checkpoint has no language model head.
+    """
+    job = LikelihoodTask(context.need_head(context.heads.lm, "language model"))
+    return Call("score", texts, job, context.reader(options), list_sink)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,64 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from bytetx.arguments import check_names
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.finite import are_finite
 from bytetx.encode.request import Alignment
 from bytetx.encode.step import Capture, Step
+from bytetx.errors import OptionError, shown
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
+from bytetx.tasks.call import Call, list_sink
 from bytetx.tasks.classify import softmax
-from bytetx.tasks.results import Entity
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.results import Entity, Results
+from bytetx.tasks.task import OverflowOptions, Texts, option, task
 
 # none: every token.  simple: runs of tokens with the same tag.  first, average, max: all tokens of
 # a word first get one tag: that of its first token, of its mean scores, or of its highest score.
 AGGREGATIONS = ("none", "simple", "first", "average", "max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TagOptions(OverflowOptions):
+    """Options of tag."""
+
+    aggregation: str = option(
+        "simple",
+        "none (every token), simple (runs of one tag), or first, average, max (one tag per word, "
+        "then runs), as Hugging Face's token-classification pipeline.",
+    )
+    ignore_labels: Collection[str] = option(("O",), "Tags that are left out of the result.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.aggregation not in AGGREGATIONS:
+            known = ", ".join(AGGREGATIONS)
+            raise OptionError(f"aggregation must be one of {known}, got {shown(self.aggregation)}")
+        check_names("ignore_labels", self.ignore_labels)
+        if self.overflow == "chunk" and self.aggregation == "none":
+            raise OptionError(
+                "overflow='chunk' needs an aggregation other than none: chunks overlap, and only "
+                "entities are merged"
+            )
+
+
+@task(item=list[Entity])
+def tag(context: TaskContext, texts: Texts, options: TagOptions) -> Call[Results[list[Entity]]]:
+    """Tags of the tokens of each text, with character offsets.
+
+    Entities of chunks are merged as that pipeline merges them with a stride.
+    Raises InputError where the checkpoint has no head for token classification.
+    """
+    head = context.need_head(context.heads.token, "token classification")
+    tokenizer = context.need_tokenizer()
+    job = TagTask(head, tokenizer, context.labels(), options.aggregation, options.ignore_labels)
+    reader = context.reader(options)
+    reader.with_alignment = True
+    merge = merge_entities if reader.cuts else None
+    return Call("tag", texts, job, reader, list_sink, merge=merge)
 
 
 @dataclass(frozen=True, slots=True)

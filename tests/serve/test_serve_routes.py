@@ -23,6 +23,7 @@ from bytetx.serve.engine import TASKS
 from bytetx.serve.errors import ServeError
 from bytetx.serve.loading import close_models, load_models
 from bytetx.serve.settings import ServeSettings, model_sources
+from bytetx.tasks.task import TextOptions
 from bytetx.tasks.vectors import TokenEmbeddings
 
 TEXTS = [text for text in SENTENCES if text]
@@ -89,7 +90,7 @@ def test_pairs_are_truncated_on_the_left(in_process: InProcess) -> None:
         )
         cut = theirs(query, document, truncation="longest_first", max_length=model.max_tokens)
         left_model = model._cutting_left()
-        reader = left_model._reader(truncate=True, on_error="raise")
+        reader = left_model.context.reader(TextOptions(truncate=True))
         found = reader.read([(query, document)], 0).requests
         assert found.token_ids.tolist() == cut["input_ids"]
         assert found.token_type_ids.tolist() == cut["token_type_ids"]

@@ -14,7 +14,7 @@ from bytetx import Model
 from bytetx.checkpoint import word_pieces
 from bytetx.encode import pipeline
 from bytetx.errors import InputError, TooLongError
-from bytetx.tasks import one_pass
+from bytetx.tasks.run import _FEW
 
 LONG = "the quick brown fox " * 50_000
 
@@ -45,7 +45,7 @@ def test_few_texts_give_what_windows_give(model: Model, texts: list[str]) -> Non
 
 def test_texts_keep_their_order(model: Model) -> None:
     alone = np.concatenate([model.embed([text]).vectors for text in SENTENCES])
-    for num_texts in (len(SENTENCES), one_pass._FEW, one_pass._FEW + 1, 500):
+    for num_texts in (len(SENTENCES), _FEW, _FEW + 1, 500):
         places = [3 * i % len(SENTENCES) for i in range(num_texts)]
         vectors = model.embed([SENTENCES[place] for place in places]).vectors
         np.testing.assert_array_equal(vectors, alone[places])
@@ -60,7 +60,7 @@ def test_a_window_ahead_is_for_more_texts(model: Model, monkeypatch: pytest.Monk
     with pytest.raises(AssertionError, match="read ahead"):
         model.embed(SENTENCES * 3)  # more tokens than a step has
     with pytest.raises(AssertionError, match="read ahead"):
-        model.embed(["a"] * (one_pass._FEW + 1))
+        model.embed(["a"] * (_FEW + 1))
 
 
 def test_a_million_characters_are_named_or_cut(model: Model) -> None:

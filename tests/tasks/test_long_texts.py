@@ -18,6 +18,7 @@ import bytetx
 from bytetx.errors import InputError, OptionError, TooLongError
 from bytetx.requests.inputs import InputReader
 from bytetx.tasks.chunks import set_chunks
+from bytetx.tasks.tag import TagOptions
 
 LONG = [" ".join(SENTENCES[:7]), " ".join(SENTENCES[2:6]), " ".join(SENTENCES[::-1] * 2)]
 INPUTS = [LONG[0], "short", *texts(6, max_words=4), LONG[1], "", LONG[2], "a"]
@@ -310,9 +311,8 @@ def test_chunks_that_cost_more_than_the_queue_takes_are_refused(tagger_folder: P
             )
             assert list(failed.errors) == [1]
             assert len(await shared.tag([text], overflow="chunk", stride=0)) == 1
-            estimate = model._overflow_reader(
-                overflow="chunk", stride=stride, truncate=False, on_error="raise"
-            ).estimate_tokens(text)
+            options = TagOptions(overflow="chunk", stride=stride)
+            estimate = model.context.reader(options).estimate_tokens(text)
             assert estimate > 1000  # so that others are refused while it waits
 
     asyncio.run(main())

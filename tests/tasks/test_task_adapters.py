@@ -27,6 +27,7 @@ from torch import nn
 import bytetx
 from bytetx.encode.step import Capture
 from bytetx.errors import CheckpointError, OptionError
+from bytetx.tasks.embed import EmbedOptions, embed
 
 INPUTS = ["a", "antidisestablishmentarianism", *texts(6, max_words=3)]
 TOLERANCE = 1e-5  # of vectors of unit length in fp32
@@ -112,11 +113,11 @@ def test_tasks_share_the_word_table_and_are_made_once(folders) -> None:
 
 def test_graphs_are_captured_for_each_task(folders) -> None:
     model = bytetx.load(folders[0])
-    job = model._embed_task()
-    captures = [model._with_adapter(task, job).capture for task in (None, *TASKS)]
+    context = model.context
+    captures = [embed(context, [], EmbedOptions(task=name)).task.capture for name in (None, *TASKS)]
     assert all(isinstance(capture, Capture) for capture in captures)
     assert len({capture.key for capture in captures}) == len(captures)
-    assert captures[1] == model._with_adapter(TASKS[0], model._embed_task()).capture
+    assert captures[1] == embed(context, [], EmbedOptions(task=TASKS[0])).task.capture
 
 
 def test_threads_with_different_tasks_get_their_own_vectors(folders, references) -> None:

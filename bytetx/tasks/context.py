@@ -1,0 +1,134 @@
+"""TaskContext: the parts of a loaded checkpoint that tasks are made of."""
+
+from collections.abc import Sequence
+from copy import copy
+from functools import cached_property
+from typing import TypeVar
+
+from bytetx.arguments import check_text
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.encode.step import Task
+from bytetx.errors import InputError, OptionError, shown
+from bytetx.nn.heads import MaskedLMHead
+from bytetx.nn.loading import Heads, LoadedCheckpoint
+from bytetx.nn.splade import prepare_splade_head
+from bytetx.requests.inputs import InputReader
+from bytetx.runtime.forking import computing
+from bytetx.tasks.adapted import PROMPT_NAMES, AdaptedTask
+from bytetx.tasks.chunks import set_chunks
+from bytetx.tasks.task import (
+    OverflowOptions,
+    PromptOptions,
+    TaskOptions,
+    TextOptions,
+    chosen_overflow,
+    keeps_bad_texts,
+)
+
+R = TypeVar("R")
+
+
+class TaskContext:
+    """A checkpoint with its tokenizer and heads."""
+
+    def __init__(self, checkpoint: LoadedCheckpoint):
+        self.checkpoint = checkpoint
+        self.tokenizer: Tokenizer | None = checkpoint.tokenizer
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.checkpoint.spec
+
+    @property
+    def heads(self) -> Heads:
+        return self.checkpoint.heads
+
+    def cutting_left(self) -> "TaskContext":
+        """The same for texts and pairs that lose their beginning where they are truncated."""
+        other = copy(self)
+        if self.tokenizer is not None:
+            other.tokenizer = self.tokenizer.limited(self.tokenizer.max_tokens, direction="left")
+        return other
+
+    def reader(self, options: TaskOptions) -> InputReader:
+        """A reader of texts that does what the options say of long and of bad ones."""
+        keeps_errors = keeps_bad_texts(options.on_error)
+        overflow = chosen_overflow(options) if isinstance(options, TextOptions) else "error"
+        reader = InputReader(
+            self.spec, self.tokenizer, truncate=overflow == "truncate", keeps_errors=keeps_errors
+        )
+        if overflow == "chunk":
+            stride = options.stride if isinstance(options, OverflowOptions) else 0
+            set_chunks(reader, self.need_tokenizer(), stride=stride)
+        return reader
+
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes, by id."""
+        return tuple(self.spec.id2label[i] for i in range(self.spec.num_labels))
+
+    def need_head(self, head: R | None, name: str) -> R:
+        """The head. Raises InputError where the checkpoint has none."""
+        if head is None and name == "language model" and self.spec.is_bidirectional:
+            raise InputError(
+                "config.json says that every token of this checkpoint sees its whole sequence "
+                "(is_causal false, or the name of such a class), so it predicts no next token; use "
+                "embed, or load a causal checkpoint"
+            )
+        if head is None:
+            raise InputError(
+                f"this checkpoint ({', '.join(self.spec.architectures) or 'no architecture'}) has "
+                f"no {name} head; load one that was fine-tuned for it"
+            )
+        return head
+
+    def need_tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises InputError where the checkpoint has none."""
+        if self.tokenizer is None:
+            raise InputError("this checkpoint has no tokenizer, which this task needs")
+        return self.tokenizer
+
+    def with_adapter(self, options: PromptOptions, job: Task[R]) -> Task[R]:
+        """The job on the model with the adapter of `options.task`, where the checkpoint has some.
+
+        Raises OptionError for a task that is not known.
+        """
+        name, tasks = options.task, self.checkpoint.tasks
+        if name is None or self.checkpoint.router is not None:  # the route was chosen
+            return job
+        if tasks is None:
+            if not isinstance(name, str) or name not in PROMPT_NAMES:
+                raise OptionError(
+                    f"task must be {' or '.join(map(repr, PROMPT_NAMES))} (this checkpoint has no "
+                    f"adapters of other tasks), got {shown(name)}"
+                )
+            return job
+        with computing(self.checkpoint.device):
+            return AdaptedTask(job, tasks.transformer(name), name)
+
+    def prompt(self, options: PromptOptions) -> str:
+        """The prompt that is given or named; else the task's own; else the checkpoint's default.
+
+        A task without a prompt has none, as of sentence-transformers' encode_query.
+        """
+        sentence, task = self.checkpoint.sentence, options.task
+        if options.prompt is not None:
+            check_text("prompt", options.prompt)
+        if task is None or options.prompt is not None or options.prompt_name is not None:
+            return sentence.prompt_text(options.prompt, options.prompt_name)
+        prompts = dict(sentence.prompts)
+        if self.checkpoint.tasks is not None:
+            prompts = {**self.checkpoint.tasks.prompts, **prompts}
+        names: Sequence[str] = PROMPT_NAMES.get(task, (task,))
+        return next((prompts[name] for name in names if name in prompts), "") or ""
+
+    def no_head_error(self, lacks: str) -> InputError:
+        """The error of a checkpoint that cannot do a task. lacks: the rest of the sentence."""
+        names = ", ".join(self.spec.architectures) or "no architecture"
+        return InputError(f"this checkpoint ({names}) {lacks}")
+
+    @cached_property
+    def splade_head(self) -> MaskedLMHead | None:
+        """The masked language model head, prepared for SPLADE's weights."""
+        head = self.heads.masked_lm
+        return None if head is None else prepare_splade_head(head)

@@ -1,0 +1,221 @@
+"""Declarations of Model's one-pass tasks: a frozen dataclass of options and one function each.
+
+A declared task is a method of Model and of AsyncModel, and POST /tasks/NAME of the server.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from inspect import Parameter, Signature, cleandoc, signature
+from textwrap import fill
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_type_hints
+
+from bytetx.errors import InputError, OptionError, shown
+from bytetx.requests.inputs import Input
+from bytetx.tasks.call import Call
+from bytetx.tasks.methods import attach
+
+Texts = Iterable[Input]
+Pairs = Iterable[tuple[str, str]]
+OnError = Literal["raise", "return"]
+Overflow = Literal["error", "truncate", "chunk"]
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def option(default: T, doc: str, *, min: int | None = None) -> T:
+    """A field of an options class.
+
+    doc: one sentence or more, for docstrings, --help and the schema of HTTP.  min: the smallest
+    integer that --help and the schema name; the class itself checks it.
+    """
+    made: T = field(default=default, metadata={"doc": doc, "min": min})
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """Options of every task."""
+
+    on_error: OnError = option(
+        "raise", "Raise a bad text's InputError, or return it in place of that text's result."
+    )
+
+    def __post_init__(self) -> None:
+        keeps_bad_texts(self.on_error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(TaskOptions):
+    """Options of tasks on texts."""
+
+    truncate: bool = option(
+        False, "Cut a text beyond the model's positions; else it is a TooLongError."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverflowOptions(TextOptions):
+    """Options of tasks that cut long texts into chunks."""
+
+    overflow: Overflow | None = option(
+        None,
+        "A text that is too long: 'error', 'truncate' (as truncate=True), or 'chunk', which cuts "
+        "it into chunks of the model's positions and gives one result for all of them. A prompt "
+        "is in the first chunk; pairs and token ids are not cut into chunks.",
+    )
+    stride: int = option(0, "Tokens that neighbouring chunks share.", min=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chosen_overflow(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(TaskOptions):
+    """Options of tasks that choose a route, an adapter and a prompt of the checkpoint."""
+
+    task: str | None = option(
+        None,
+        "'query', 'document', or the name of a task that the checkpoint has an adapter or a route "
+        "for. It also takes the prompt of that name, where the checkpoint has one.",
+    )
+    prompt: str | None = option(
+        None,
+        "Text put before every str; None is the task's prompt, else the checkpoint's default.",
+    )
+    prompt_name: str | None = option(None, "The prompt of the checkpoint with this name.")
+
+
+def keeps_bad_texts(on_error: str) -> bool:
+    """Whether a bad text's error takes the place of its result. InputError for another value."""
+    if on_error not in ("raise", "return"):
+        raise InputError(f"on_error must be 'raise' or 'return', got {shown(on_error)}")
+    return on_error == "return"
+
+
+def chosen_overflow(options: TextOptions) -> Overflow:
+    """The behaviour for texts that are too long. OptionError where options exclude each other."""
+    if not isinstance(options, OverflowOptions):
+        return "truncate" if options.truncate else "error"
+    overflow, stride = options.overflow, options.stride
+    if overflow is None:
+        overflow = "truncate" if options.truncate else "error"
+    elif options.truncate:
+        raise OptionError("truncate and overflow exclude each other; give overflow alone")
+    if overflow not in ("error", "truncate", "chunk"):
+        raise OptionError(f"overflow must be error, truncate or chunk, got {shown(overflow)}")
+    if isinstance(stride, bool) or not isinstance(stride, int) or stride < 0:
+        raise OptionError(f"stride must be a number of tokens, 0 or more, got {shown(stride)}")
+    if stride and overflow != "chunk":
+        raise OptionError(f"stride goes with overflow='chunk', got {shown(overflow)}")
+    return overflow
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A declared task.
+
+    name: of the methods.  inputs: names of the arguments before the options, with their types.
+    options: the dataclass.  start: (TaskContext, *inputs, options) -> Call.  item: the type of a
+    result in a stream; None where the task gives no stream.  result: the type of all results.
+    is_slow: whether making the Call takes long enough for a thread of its own.
+    """
+
+    name: str
+    inputs: Mapping[str, Any]
+    options: type[TaskOptions]
+    start: Callable[..., Call[Any]]
+    item: Any
+    result: Any
+    is_slow: Callable[..., bool]
+
+    @property
+    def doc(self) -> str:
+        """The function's docstring, then a line for each option that it does not name."""
+        text = cleandoc(self.start.__doc__ or "")
+        lines = [
+            fill(f"{name}: {entry.metadata['doc']}", 92, subsequent_indent="    ")
+            for name, entry in self.fields.items()
+            if f"{name}:" not in text
+        ]
+        return "\n".join([text, "", *lines])
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The options' dataclass fields by name: the task's own first, those of all tasks last."""
+        found = {entry.name: entry for entry in fields(self.options)}
+        common = [entry.name for entry in fields(TextOptions) if entry.name in found]
+        return {name: found[name] for name in [*(n for n in found if n not in common), *common]}
+
+    def signature(self, **run: Any) -> Signature:
+        """Of a method. run: more keyword arguments with their defaults."""
+        hints = get_type_hints(self.options)
+        own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+        inputs = [
+            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            for name, kind in self.inputs.items()
+        ]
+        options = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=entry.default, annotation=hints[name])
+            for name, entry in self.fields.items()
+        ]
+        more = [Parameter(name, Parameter.KEYWORD_ONLY, default=run[name]) for name in run]
+        return Signature([own, *inputs, *options, *more])
+
+    def bind(
+        self, inputs: Sequence[Any], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], TaskOptions]:
+        """(inputs, options) of a call. Raises TypeError as a function with this signature does."""
+        names = list(self.inputs)
+        by_name = [given.pop(name) for name in names[len(inputs) :] if name in given]
+        bound = (*inputs, *by_name)
+        if len(bound) != len(names):
+            raise TypeError(f"{self.name}() takes {', '.join(names)} and then options by name")
+        try:
+            return bound, self.options(**given)
+        except TypeError:
+            for name in given:
+                if name not in self.fields:
+                    raise TypeError(
+                        f"{self.name}() got an unexpected keyword argument {name!r}"
+                    ) from None
+            raise
+
+
+# The declared tasks, by name.
+TASKS: dict[str, TaskSpec] = {}
+
+
+def _is_quick(*inputs: Any) -> bool:
+    return False
+
+
+def task(
+    *, item: Any = None, is_slow: Callable[..., bool] = _is_quick
+) -> Callable[[Callable[P, Call[T]]], Callable[P, Call[T]]]:
+    """Declares a task: a function (context, inputs..., options) -> Call.
+
+    Its name is that of the methods, its docstring theirs; the annotation of `options` is the
+    dataclass of options, the argument of Call the type of all results.
+    item, is_slow: as of TaskSpec.
+    """
+
+    def declare(start: Callable[P, Call[T]]) -> Callable[P, Call[T]]:
+        hints = get_type_hints(start)
+        inputs = list(signature(start).parameters)[1:-1]
+        name = start.__name__
+        spec = TaskSpec(
+            name,
+            {given: hints[given] for given in inputs},
+            hints["options"],
+            start,
+            item,
+            get_args(hints["return"])[0],
+            is_slow,
+        )
+        TASKS[name] = spec
+        attach(spec)
+        return start
+
+    return declare
