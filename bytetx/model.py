@@ -3,7 +3,6 @@
 import logging
 import pickle
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -194,7 +193,8 @@ class Model(GenerationMixin, ModelTasks):
 
     def _cutting_left(self) -> "Model":
         """The same model for texts and pairs that lose their beginning where they are truncated."""
-        view = copy(self)
+        view = object.__new__(type(self))  # copy() would load it again, as pickle does
+        view.__dict__.update(self.__dict__)
         view.context = self.context.cutting_left()
         view._routes = {name: route._cutting_left() for name, route in self._routes.items()}
         return view

@@ -13,6 +13,7 @@ from bytetx.serve import routes_generate, routes_openai, routes_ops, routes_tei,
 from bytetx.serve.access_log import AccessLog
 from bytetx.serve.errors import style_of
 from bytetx.serve.gateway import DOCS_FILES, Gateway, Route
+from bytetx.serve.routes_tasks import task_routes
 from bytetx.serve.site import Site
 
 _TEI_ERRORS = {
@@ -65,7 +66,7 @@ def _get(path: str, endpoint: Any, *, is_open: bool = False) -> tuple[tuple[str,
     return ("GET", path), Route(path, endpoint, is_open=is_open, is_limited=False)
 
 
-ROUTES: Mapping[tuple[str, str], Route] = dict(
+_ROUTES: Mapping[tuple[str, str], Route] = dict(
     (
         _post("/embed", routes_tei.embed, schemas.EmbedRequest),
         _post("/embed_all", routes_tei.embed_all, schemas.EmbedAllRequest),
@@ -96,17 +97,23 @@ ROUTES: Mapping[tuple[str, str], Route] = dict(
 )
 
 
+def all_routes() -> Mapping[tuple[str, str], Route]:
+    """Every route by method and path, those of declared tasks included."""
+    return {**_ROUTES, **task_routes()}
+
+
 def build_app(site: Site) -> ASGIApp:
     """The ASGI application of a site."""
+    routes = all_routes()
     app = FastAPIOffline(  # its pages load nothing from elsewhere
         static_url=DOCS_FILES,
         title="bytetx",
         version=bytetx.__version__,
         description="Transformer inference on packed tokens: routes of TEI, OpenAI and Cohere.",
     )
-    for (method, path), route in ROUTES.items():
+    for (method, path), route in routes.items():
         _document(app, method, path, route)
-    served: ASGIApp = Gateway(site, app, ROUTES)
+    served: ASGIApp = Gateway(site, app, routes)
     origins = site.settings.cors_allow_origin
     if origins:
         served = CORSMiddleware(

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,7 +17,7 @@ from bytetx.async_model import AsyncModel
 from bytetx.checkpoint.names import name_of
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.request import RunStats
-from bytetx.errors import DeviceLostError, NotFiniteError, shown
+from bytetx.errors import DeviceLostError, InputError, NotFiniteError, shown
 from bytetx.generate.outputs import RequestOutput
 from bytetx.model import Model
 from bytetx.requests.chunks import offsets_of
@@ -33,6 +33,8 @@ from bytetx.tasks.generation_stream import PromptGroup
 from bytetx.tasks.rerank import YES_NO_FAMILIES, reranks_by_logits
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.search import similarity as similarity_of
+from bytetx.tasks.task import TASKS as DECLARED
+from bytetx.tasks.task import TaskSpec
 
 logger = logging.getLogger("bytetx.serve")
 
@@ -56,6 +58,7 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         "generate": has_lm,
         "tokenize": model.tokenizer is not None,
     }
+    can |= {spec.name: _is_able(spec, model) for spec in DECLARED.values() if spec.has_route}
     if sentence.logit_score is not None:
         main = "rerank"
     elif has_lm and not sentence.modules:
@@ -74,6 +77,15 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         similarity=model.similarity_function,
         created=int(time.time()),
     )
+
+
+def _is_able(spec: TaskSpec, model: Model) -> bool:
+    """Whether the checkpoint has what a declared task needs."""
+    try:
+        spec.start(model.context, [], spec.options())
+    except InputError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +122,8 @@ class LocalBackend:
         try:
             if grouped is not None:
                 return await grouped
-            return await TASKS[call.task](self._served[call.model], call)
+            run = TASKS.get(call.task, _run_declared)
+            return await run(self._served[call.model], call)
         except Exception as error:
             raise self.serve_error(error) from error
 
@@ -374,6 +387,23 @@ TASKS: Mapping[str, Callable[[ServedModel, Call], Awaitable[Outcome]]] = {
     "tokenize": _tokenize,
     "decode": _decode,
 }
+
+
+async def _run_declared(served: ServedModel, call: Call) -> Outcome:
+    """rows: the result of each text, dataclasses as tables"""
+    method = getattr(served.model, call.task)
+    results = await method(call.inputs, **call.options)
+    return Outcome(_timings(results.stats), await asyncio.to_thread(_as_json, list(results)))
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Exception):
+        return {"error": str(value)}
+    if is_dataclass(value):
+        return {entry.name: _as_json(getattr(value, entry.name)) for entry in fields(value)}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 async def _prepared(served: ServedModel, call: Call) -> tuple[dict[str, Any], list[Any], int]:

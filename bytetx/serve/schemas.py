@@ -284,7 +284,7 @@ T = TypeVar("T")
 _List = Annotated[list[T], Field(fail_fast=True)]
 
 
-class _Request(Fields):
+class Request(Fields):
     """A body of TEI's routes, or of bytetx's own."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
@@ -296,7 +296,7 @@ class _OpenRequest(Fields):
     refuses_unknown: ClassVar[bool] = False
 
 
-class _TeiRequest(_Request):
+class _TeiRequest(Request):
     truncate: bool | None = Field(None, description="Cut long texts; the server's --auto-truncate.")
     truncation_direction: OrNull[Direction] = "Right"
     model: str | None = Field(None, description="A served model; the first one.")
@@ -347,7 +347,7 @@ class RerankRequest(_TeiRequest):
     return_text: OrNull[bool] = False
 
 
-class SimilarityInput(_Request):
+class SimilarityInput(Request):
     source_sentence: str
     sentences: _List[str]
 
@@ -356,26 +356,26 @@ class SimilarityParameters(_TeiRequest):
     prompt_name: str | None = None
 
 
-class SimilarityRequest(_Request):
+class SimilarityRequest(Request):
     inputs: SimilarityInput
     parameters: SimilarityParameters | None = None
     model: str | None = None
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(Request):
     inputs: Strings
     add_special_tokens: OrNull[bool] = True
     prompt_name: str | None = None
     model: str | None = None
 
 
-class DecodeRequest(_Request):
+class DecodeRequest(Request):
     ids: Ids
     skip_special_tokens: OrNull[bool] = True
     model: str | None = None
 
 
-class VertexRequest(_Request):
+class VertexRequest(Request):
     """Each instance is a body of POST /."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"parameters": ({},)}

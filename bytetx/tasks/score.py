@@ -17,7 +17,7 @@ from bytetx.tasks.results import Likelihood, Results
 from bytetx.tasks.task import TextOptions, Texts, task
 
 
-@task(item=Likelihood)
+@task(item=Likelihood, has_route=True)
 def score(context: TaskContext, texts: Texts, options: TextOptions) -> Call[Results[Likelihood]]:
     """Log-likelihood and perplexity of each text under a causal language model.
 

@@ -1,6 +1,7 @@
 """Declarations of Model's one-pass tasks: a frozen dataclass of options and one function each.
 
-A declared task is a method of Model and of AsyncModel, and POST /tasks/NAME of the server.
+A declared task is a method of Model and of AsyncModel, and where it says so POST /tasks/NAME of
+the server.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -119,7 +120,8 @@ class TaskSpec:
     name: of the methods.  inputs: names of the arguments before the options, with their types.
     options: the dataclass.  start: (TaskContext, *inputs, options) -> Call.  item: the type of a
     result in a stream; None where the task gives no stream.  result: the type of all results.
-    is_slow: whether making the Call takes long enough for a thread of its own.
+    is_slow: whether making the Call takes long enough for a thread of its own.  has_route: whether
+    the server answers POST /tasks/NAME.
     """
 
     name: str
@@ -129,6 +131,7 @@ class TaskSpec:
     item: Any
     result: Any
     is_slow: Callable[..., bool]
+    has_route: bool
 
     @property
     def doc(self) -> str:
@@ -192,13 +195,14 @@ def _is_quick(*inputs: Any) -> bool:
 
 
 def task(
-    *, item: Any = None, is_slow: Callable[..., bool] = _is_quick
+    *, item: Any = None, is_slow: Callable[..., bool] = _is_quick, has_route: bool = False
 ) -> Callable[[Callable[P, Call[T]]], Callable[P, Call[T]]]:
     """Declares a task: a function (context, inputs..., options) -> Call.
 
     Its name is that of the methods, its docstring theirs; the annotation of `options` is the
     dataclass of options, the argument of Call the type of all results.
-    item, is_slow: as of TaskSpec.
+    item, is_slow, has_route: as of TaskSpec.  A task with a route has texts as its only input and
+    gives Results of dataclasses, whose size a request must not multiply without bound.
     """
 
     def declare(start: Callable[P, Call[T]]) -> Callable[P, Call[T]]:
@@ -213,6 +217,7 @@ def task(
             item,
             get_args(hints["return"])[0],
             is_slow,
+            has_route,
         )
         TASKS[name] = spec
         attach(spec)

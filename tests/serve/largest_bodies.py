@@ -74,6 +74,11 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
         {"instances": [{"inputs": part} for part in _split(text)]},
         {"instances": [{}] * (len(text) // 4)},
     ],
+    "/tasks/score": lambda text: [
+        {"texts": texts, "truncate": cuts, "model": "writer"}
+        for texts in ([text], _split(text))
+        for cuts in (False, True)
+    ],
     "/embeddings": _one_and_many("input", model="embedder"),
     "/v1/embeddings": lambda text: [
         *_one_and_many("input", model="embedder")(text),

@@ -1,0 +1,142 @@
+"""A task is one declaration: it appears in Python, awaited, and over HTTP, with its options."""
+
+import ast
+import asyncio
+import inspect
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from method_stubs import STUB, stub
+from serving import InProcess
+
+import bytetx
+from bytetx.encode.step import Step
+from bytetx.errors import InputError, OptionError
+from bytetx.nn.transformer import Transformer
+from bytetx.serve.loading import load_models
+from bytetx.serve.settings import ServeSettings, model_sources
+from bytetx.tasks import catalog
+from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.results import Results
+from bytetx.tasks.task import TASKS, TextOptions, Texts, option, task
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The length of a text's first hidden state."""
+
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class NormTask:
+    scale: int
+
+    @property
+    def key(self) -> Hashable:
+        return ("first_norm", self.scale)
+
+    @property
+    def capture(self) -> None:
+        return None
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        rows = transformer.forward(step.batch)[step.batch.cu_seqlens[:-1].long()]
+        return (self.scale * rows.norm(dim=1),)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return np.isfinite(outputs[0])
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[Norm]:
+        return [Norm(float(one)) for one in outputs[0]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOptions(TextOptions):
+    scale: int = option(1, "A factor.", min=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale < 1:
+            raise OptionError(f"scale must be 1 or more, got {self.scale}")
+
+
+@pytest.fixture
+def first_norm() -> Iterator[None]:
+    def first_norm(context: TaskContext, texts: Texts, options: NormOptions) -> Call[Results[Norm]]:
+        """The length of each text's first hidden state."""
+        return Call(
+            "first_norm", texts, NormTask(options.scale), context.reader(options), list_sink
+        )
+
+    task(item=Norm, has_route=True)(first_norm)
+    yield
+    del TASKS["first_norm"]
+    for owner in (catalog.ModelTasks, catalog.AsyncModelTasks):
+        delattr(owner, "first_norm")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.mark.usefixtures("first_norm")
+def test_a_task_of_one_declaration(folder: Path) -> None:
+    model = bytetx.load(folder, device="cpu")
+    texts = ["a fox", "the quick brown fox"]
+    wanted = [np.linalg.norm(states[0, 0]) for states in model.hidden_states(texts)]
+    found = model.first_norm(texts)
+    np.testing.assert_allclose([one.norm for one in found], wanted, rtol=1e-5)
+    assert list(model.first_norm(texts, stream=True)) == found
+    doubled = [Norm(2 * one.norm) for one in found]
+    assert model.first_norm(texts=texts, scale=2) == doubled
+    assert "scale: A factor." in model.first_norm.__doc__
+    assert "scale" in inspect.signature(model.first_norm).parameters
+    with pytest.raises(OptionError, match="scale must be 1 or more"):
+        model.first_norm(texts, scale=0)
+    with pytest.raises(TypeError, match=r"first_norm\(\) got an unexpected .* 'scal'"):
+        model.first_norm(texts, scal=2)
+    with pytest.raises(TypeError, match=r"first_norm\(\) takes texts"):
+        model.first_norm()
+    assert isinstance(model.first_norm([""], on_error="return")[0], Norm | InputError)
+
+    async def ask() -> None:
+        async with bytetx.AsyncModel(model) as shared:
+            assert await shared.first_norm(texts, scale=2, priority=1) == doubled
+
+    asyncio.run(ask())
+
+
+@pytest.mark.usefixtures("first_norm")
+def test_a_declared_task_has_a_route(folder: Path) -> None:
+    model = bytetx.load(folder, device="cpu")
+    texts = ["a fox", "the quick brown fox"]
+    settings = ServeSettings(model_sources([f"only={folder}"]), device="cpu")
+    server = InProcess(settings, load_models(settings))
+    answer = server.post("/tasks/first_norm", {"texts": texts, "scale": 2})
+    assert answer.status_code == 200, answer.text
+    wanted = [{"norm": one.norm} for one in model.first_norm(texts, scale=2)]
+    assert answer.json() == {"results": wanted}
+    for body in ({"texts": texts, "scale": 0}, {"texts": texts, "scal": 2}, {"texts": "a"}):
+        assert server.post("/tasks/first_norm", body).status_code == 422
+    assert server.post("/tasks/first_norm", {"texts": []}).status_code in (400, 422)
+    paths = server.get("/openapi.json").json()["paths"]
+    assert "/tasks/first_norm" in paths and "/tasks/embed" not in paths
+
+
+def test_methods_have_types() -> None:
+    """methods.pyi is what tests/method_stubs.py writes."""
+    written = ast.parse(STUB.read_text(encoding="utf-8"))
+    made = ast.parse(stub())
+
+    def classes(tree: ast.Module) -> list[str]:
+        return [ast.dump(node) for node in tree.body if isinstance(node, ast.ClassDef)]
+
+    assert classes(written) == classes(made)
