@@ -12,7 +12,7 @@ except ImportError as error:
     ) from error
 
 from bytetx.integrations.retrieval import RetrievalEmbedder, as_model
-from bytetx.tasks.chunks import Overflow
+from bytetx.tasks.task import Overflow
 
 
 class _Embedder:

@@ -11,7 +11,7 @@ except ImportError as error:
 
 from bytetx.integrations.retrieval import RetrievalEmbedder, as_model
 from bytetx.model import Model
-from bytetx.tasks.chunks import Overflow
+from bytetx.tasks.task import Overflow
 
 
 class BytetxEmbeddings(Embeddings):

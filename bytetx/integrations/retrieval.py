@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bytetx.model import Model, load
-from bytetx.tasks.chunks import Overflow
+from bytetx.tasks.task import Overflow
 
 # Names of prompts that are taken where none is named, as sentence-transformers does.
 _QUERY_PROMPTS = ("query",)

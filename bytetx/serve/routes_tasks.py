@@ -42,6 +42,7 @@ def _route(spec: TaskSpec) -> Route:
 
 def task_request(spec: TaskSpec) -> type[Fields]:
     """The pydantic model of a task's body: texts, model, and its options."""
+    or_null: Any = OrNull  # of types that are known here alone
     hints = get_type_hints(spec.options)
     (texts,) = spec.inputs.values()
     fields: dict[str, Any] = {
@@ -54,7 +55,7 @@ def task_request(spec: TaskSpec) -> type[Fields]:
             number = Annotated[int, Field(ge=least)]
             kind = number | None if type(None) in get_args(kind) else number
         if entry.default is not None:
-            kind = OrNull[kind]
+            kind = or_null[kind]
         fields[name] = (kind, Field(entry.default, description=entry.metadata["doc"]))
     title = "".join(part.title() for part in spec.name.split("_"))
     made: type[Fields] = create_model(f"{title}TaskRequest", __base__=Request, **fields)
