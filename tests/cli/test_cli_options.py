@@ -1,0 +1,25 @@
+"""The options of the commands are those of the declared tasks, with the same defaults."""
+
+import pytest
+import typer.main
+
+import bytetx.tasks.catalog  # noqa: F401  (declares the tasks)
+from bytetx.cli.commands import app
+from bytetx.cli.files.options import JobOptions
+from bytetx.tasks.task import TASKS
+
+COMMANDS = ("embed", "embed_sparse", "embed_tokens", "classify", "tag", "answer", "fill_mask")
+COMMANDS += ("score", "rerank")
+# The query and its file are inputs.
+INPUTS = {"rerank": {"query", "query_file"}}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_the_options_of_its_task(name: str) -> None:
+    group = typer.main.get_command(app)
+    command = group.commands[name.replace("_", "-")]  # type: ignore[attr-defined]
+    common = set(JobOptions.__dataclass_fields__) | INPUTS.get(name, set())
+    own = {one.name: one.default for one in command.params if one.name not in common | {"help"}}
+    declared = {option: entry.default for option, entry in TASKS[name].fields.items()}
+    assert own.keys() <= declared.keys()
+    assert own == {option: declared[option] for option in own}
