@@ -388,7 +388,8 @@ def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -
         elif kind in _AFTER_POOLING:
             # Normalize has no weights, older ones no files, and hubs drop empty folders.
             module = entry.folder if kind != "Normalize" else path.parent / str(entry.place)
-            _SCHEMAS[kind].read(module / "config.json", may_be_absent=kind == "Normalize")
+            if kind != "Normalize" or module.resolve() != own.resolve():  # there it is the model's
+                _SCHEMAS[kind].read(module / "config.json", may_be_absent=kind == "Normalize")
             spec = replace(spec, modules=(*spec.modules, (kind, module)))
     kinds = [kind for kind, _ in spec.modules]
     if "SparseAutoEncoder" in kinds[:-1]:

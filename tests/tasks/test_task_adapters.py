@@ -111,6 +111,11 @@ def test_tasks_share_the_word_table_and_are_made_once(folders) -> None:
     assert first.embeddings.word is model.transformer.embeddings.word
 
 
+def test_a_module_in_the_models_folder_reads_no_settings(folders, caplog) -> None:
+    bytetx.load(folders[0], device="cpu")
+    assert "does not know" not in caplog.text
+
+
 def test_graphs_are_captured_for_each_task(folders) -> None:
     model = bytetx.load(folders[0])
     context = model.context
