@@ -9,11 +9,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 import bytetx
-from bytetx.serve import routes_generate, routes_openai, routes_ops, routes_tei, schemas
+from bytetx.serve import (
+    routes_generate,
+    routes_openai,
+    routes_ops,
+    routes_tasks,
+    routes_tei,
+    schemas,
+)
 from bytetx.serve.access_log import AccessLog
 from bytetx.serve.errors import style_of
 from bytetx.serve.gateway import DOCS_FILES, Gateway, Route
-from bytetx.serve.routes_tasks import task_routes
 from bytetx.serve.site import Site
 
 _TEI_ERRORS = {
@@ -66,7 +72,7 @@ def _get(path: str, endpoint: Any, *, is_open: bool = False) -> tuple[tuple[str,
     return ("GET", path), Route(path, endpoint, is_open=is_open, is_limited=False)
 
 
-_ROUTES: Mapping[tuple[str, str], Route] = dict(
+ROUTES: Mapping[tuple[str, str], Route] = dict(
     (
         _post("/embed", routes_tei.embed, schemas.EmbedRequest),
         _post("/embed_all", routes_tei.embed_all, schemas.EmbedAllRequest),
@@ -76,6 +82,7 @@ _ROUTES: Mapping[tuple[str, str], Route] = dict(
         _post("/rerank", routes_tei.rerank, schemas.RerankRequest),
         _post("/similarity", routes_tei.similarity, schemas.SimilarityRequest),
         _post("/tokenize", routes_tei.tokenize, schemas.TokenizeRequest),
+        _post("/tasks", routes_tasks.tasks, schemas.TaskRequest),
         _post("/decode", routes_tei.decode, schemas.DecodeRequest),
         _post("/", routes_tei.main_task, None),
         _post("/invocations", routes_tei.invocations, None),
@@ -97,23 +104,17 @@ _ROUTES: Mapping[tuple[str, str], Route] = dict(
 )
 
 
-def all_routes() -> Mapping[tuple[str, str], Route]:
-    """Every route by method and path, those of declared tasks included."""
-    return {**_ROUTES, **task_routes()}
-
-
 def build_app(site: Site) -> ASGIApp:
     """The ASGI application of a site."""
-    routes = all_routes()
     app = FastAPIOffline(  # its pages load nothing from elsewhere
         static_url=DOCS_FILES,
         title="bytetx",
         version=bytetx.__version__,
         description="Transformer inference on packed tokens: routes of TEI, OpenAI and Cohere.",
     )
-    for (method, path), route in routes.items():
+    for (method, path), route in ROUTES.items():
         _document(app, method, path, route)
-    served: ASGIApp = Gateway(site, app, routes)
+    served: ASGIApp = Gateway(site, app, ROUTES)
     origins = site.settings.cors_allow_origin
     if origins:
         served = CORSMiddleware(

@@ -12,6 +12,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from bytetx.async_model import AsyncModel
 from bytetx.checkpoint.names import name_of
@@ -122,8 +124,7 @@ class LocalBackend:
         try:
             if grouped is not None:
                 return await grouped
-            run = TASKS.get(call.task, _run_declared)
-            return await run(self._served[call.model], call)
+            return await TASKS[call.task](self._served[call.model], call)
         except Exception as error:
             raise self.serve_error(error) from error
 
@@ -376,24 +377,30 @@ def _decode_now(served: ServedModel, call: Call) -> Outcome:
     return Outcome(Timings(num_texts=len(rows), num_tokens=sum(map(len, call.inputs))), rows)
 
 
-TASKS: Mapping[str, Callable[[ServedModel, Call], Awaitable[Outcome]]] = {
-    "embed": _embed,
-    "embed_tokens": _embed_tokens,
-    "embed_sparse": _embed_sparse,
-    "classify": _classify,
-    "rerank": _rerank,
-    "tag": _tag,
-    "similarity": _similarity,
-    "tokenize": _tokenize,
-    "decode": _decode,
-}
-
-
-async def _run_declared(served: ServedModel, call: Call) -> Outcome:
+async def _declared(served: ServedModel, call: Call) -> Outcome:
     """rows: the result of each text, dataclasses as tables"""
-    method = getattr(served.model, call.task)
-    results = await method(call.inputs, **call.options)
+    spec = DECLARED[call.options["name"]]
+    options = _checked_options(spec, call.options["given"])
+    results = await getattr(served.model, spec.name)(call.inputs, **options)
     return Outcome(_timings(results.stats), await asyncio.to_thread(_as_json, list(results)))
+
+
+def _checked_options(spec: TaskSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of JSON in the types that the task declares."""
+    unknown = sorted(given.keys() - spec.fields.keys())
+    if unknown:
+        raise ServeError(
+            "validation",
+            f"options.{shown(unknown[0])} is not known; {spec.name} takes {', '.join(spec.fields)}",
+            param="options",
+        )
+    try:
+        made = TypeAdapter(spec.options).validate_json(orjson.dumps(given), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(["options", *map(str, first["loc"])])
+        raise ServeError("validation", f"{place}: {first['msg'][:300]}", param="options") from None
+    return {name: getattr(made, name) for name in given}
 
 
 def _as_json(value: Any) -> Any:
@@ -404,6 +411,20 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+TASKS: Mapping[str, Callable[[ServedModel, Call], Awaitable[Outcome]]] = {
+    "embed": _embed,
+    "embed_tokens": _embed_tokens,
+    "embed_sparse": _embed_sparse,
+    "classify": _classify,
+    "rerank": _rerank,
+    "tag": _tag,
+    "similarity": _similarity,
+    "tokenize": _tokenize,
+    "decode": _decode,
+    "declared": _declared,
+}
 
 
 async def _prepared(served: ServedModel, call: Call) -> tuple[dict[str, Any], list[Any], int]:

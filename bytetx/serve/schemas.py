@@ -306,6 +306,15 @@ class _TeiRequest(Request):
         return self.truncation_direction in ("Left", "left")
 
 
+class TaskRequest(Request):
+    task: str = Field(description="A task of GET /info, such as score.")
+    texts: _List[str | _List[int] | tuple[str, str]] = Field(
+        description="Texts, pairs of texts, or token ids."
+    )
+    options: OrNull[dict[str, Any]] = Field({}, description="Those of the task's Python method.")
+    model: str | None = Field(None, description="A served model; the first one.")
+
+
 class EmbedRequest(_TeiRequest):
     inputs: Texts
     normalize: OrNull[bool] = Field(True, description="Scale vectors to length 1.")

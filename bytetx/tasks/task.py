@@ -1,7 +1,7 @@
 """Declarations of Model's one-pass tasks: a frozen dataclass of options and one function each.
 
-A declared task is a method of Model and of AsyncModel, and where it says so POST /tasks/NAME of
-the server.
+A declared task is a method of Model and of AsyncModel, and where it says so the server's POST
+/tasks takes its name.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,7 +121,7 @@ class TaskSpec:
     options: the dataclass.  start: (TaskContext, *inputs, options) -> Call.  item: the type of a
     result in a stream; None where the task gives no stream.  result: the type of all results.
     is_slow: whether making the Call takes long enough for a thread of its own.  has_route: whether
-    the server answers POST /tasks/NAME.
+    POST /tasks takes it.
     """
 
     name: str

@@ -74,8 +74,8 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
         {"instances": [{"inputs": part} for part in _split(text)]},
         {"instances": [{}] * (len(text) // 4)},
     ],
-    "/tasks/score": lambda text: [
-        {"texts": texts, "truncate": cuts, "model": "writer"}
+    "/tasks": lambda text: [
+        {"task": "score", "texts": texts, "options": {"truncate": cuts}, "model": "writer"}
         for texts in ([text], _split(text))
         for cuts in (False, True)
     ],

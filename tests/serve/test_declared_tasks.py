@@ -120,15 +120,18 @@ def test_a_declared_task_has_a_route(folder: Path) -> None:
     texts = ["a fox", "the quick brown fox"]
     settings = ServeSettings(model_sources([f"only={folder}"]), device="cpu")
     server = InProcess(settings, load_models(settings))
-    answer = server.post("/tasks/first_norm", {"texts": texts, "scale": 2})
+    body = {"task": "first_norm", "texts": texts, "options": {"scale": 2}}
+    answer = server.post("/tasks", body)
     assert answer.status_code == 200, answer.text
     wanted = [{"norm": one.norm} for one in model.first_norm(texts, scale=2)]
     assert answer.json() == {"results": wanted}
-    for body in ({"texts": texts, "scale": 0}, {"texts": texts, "scal": 2}, {"texts": "a"}):
-        assert server.post("/tasks/first_norm", body).status_code == 422
-    assert server.post("/tasks/first_norm", {"texts": []}).status_code in (400, 422)
-    paths = server.get("/openapi.json").json()["paths"]
-    assert "/tasks/first_norm" in paths and "/tasks/embed" not in paths
+    for options in ({"scale": 0}, {"scal": 2}, {"scale": "2"}, {"scale": True}, {"on_error": 1}):
+        assert server.post("/tasks", body | {"options": options}).status_code == 422, options
+    returned = server.post("/tasks", body | {"options": {"on_error": "return"}})
+    assert returned.json() == {"results": [{"norm": one.norm} for one in model.first_norm(texts)]}
+    for wrong in ({"texts": "a"}, {"task": "embed"}, {"task": "nonsense"}, {"scale": 2}):
+        assert server.post("/tasks", body | wrong).status_code == 422, wrong
+    assert "first_norm" in server.get("/info").json()["tasks"]
 
 
 def test_methods_have_types() -> None:

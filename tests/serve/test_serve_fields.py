@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from serving import InProcess
 
-from bytetx.serve.app import all_routes
+from bytetx.serve.app import ROUTES
 from bytetx.serve.fields import ANY, Fields
 from bytetx.serve.schemas import ChatRequest, EmbedRequest
 
@@ -23,7 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"inputs": "a fox"},
     "/decode": {"ids": [5, 6]},
     "/vertex": {"instances": [{"inputs": "a fox"}]},
-    "/tasks/score": {"texts": ["a fox"], "model": "writer"},
+    "/tasks": {"task": "score", "texts": ["a fox"], "model": "writer"},
     "/embeddings": {"input": "a fox"},
     "/v1/embeddings": {"input": "a fox"},
     "/v1/rerank": {"query": "a", "documents": ["b", "c"], "model": "reranker"},
@@ -37,7 +37,7 @@ BODIES: dict[str, dict[str, Any]] = {
         **{"model": "writer", "max_tokens": 3, "seed": 5, "stream_options": {}},
     },
 }
-KINDS = {path: route.body for (_, path), route in all_routes().items() if route.body is not None}
+KINDS = {path: route.body for (_, path), route in ROUTES.items() if route.body is not None}
 OURS = [path for path, kind in KINDS.items() if kind.refuses_unknown]
 OPENAIS = [path for path, kind in KINDS.items() if not kind.refuses_unknown]
 

@@ -10,12 +10,12 @@ from largest_bodies import CASES, largest_bodies
 from other_processes import resident_mib
 from serving import Server, start_server
 
-from bytetx.serve.app import all_routes
+from bytetx.serve.app import ROUTES
 
 SIZE = 400_000  # of a body; more of it takes only longer
 MAX_HEALTH_S = 1.0  # a hundred times what it takes; other programs may hold up this one
 MAX_GROWTH_MIB = 600.0
-ROUTES_WITH_BODY = sorted(path for (_, path), route in all_routes().items() if route.is_limited)
+ROUTES_WITH_BODY = sorted(path for (_, path), route in ROUTES.items() if route.is_limited)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import InProcess
 
-from bytetx.serve.app import all_routes
+from bytetx.serve.app import ROUTES
 
 NAMES = {"/predict": "classifier", "/predict_tokens": "tagger", "/embed_sparse": "sparse"}
 NAMES |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "reranker")
@@ -14,7 +14,7 @@ NAMES |= dict.fromkeys(("/v1/completions", "/v1/chat/completions"), "writer")
 
 
 @pytest.mark.parametrize(
-    "route", sorted(key for key, route in all_routes().items() if route.is_limited), ids=" ".join
+    "route", sorted(key for key, route in ROUTES.items() if route.is_limited), ids=" ".join
 )
 def test_no_request_is_a_fault_of_the_server(in_process: InProcess, route: tuple[str, str]) -> None:
     """Against the model that the route is for, under any name."""
