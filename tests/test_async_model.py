@@ -133,6 +133,7 @@ TASKS: dict[str, tuple[str, Work]] = {
 }
 
 
+@pytest.mark.feature("Python", "`AsyncModel`: every task, awaitable")
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_gives_what_model_gives(name: str, models: dict[str, Model]) -> None:
     own, work = TASKS[name]
@@ -169,6 +170,7 @@ def work_on(batched: AsyncModel) -> Callable[[Work], Awaitable[Any]]:
     return lambda work: work(batched)
 
 
+@pytest.mark.feature("Python", "callers share forward passes")
 def test_callers_of_one_text_share_steps(model: Model) -> None:
     inputs = texts(60, max_words=4)
     wanted = model.embed(inputs)
@@ -286,6 +288,7 @@ def test_cancelled_callers_leave_nothing(model: Model) -> None:
     assert [ref() for ref in refs if ref() is not None] == []
 
 
+@pytest.mark.feature("Python", "deadlines of calls")
 def test_a_late_call_has_a_deadline_error(model: Model) -> None:
     async def main() -> None:
         async with AsyncModel(model) as batched:

@@ -65,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.feature("Python", "recipes of the cookbook")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_runs_as_written(recipe: str, folder: Path) -> None:
     if recipe in NEEDS:

@@ -59,6 +59,7 @@ def expressions() -> list[str]:
     return [*panels, (ROOT / "deploy" / "alerts.yml").read_text()]
 
 
+@pytest.mark.feature("Server", "dashboard and alerts")
 def test_dashboard_and_alerts_ask_for_metrics_that_exist() -> None:
     asked = {name for text in expressions() for name in re.findall(r"bytetx_[a-z_]+", text)}
     assert asked and asked - exported() == set()

@@ -69,6 +69,13 @@ def test_every_bench_command_exists(page: Path) -> None:
         assert set(re.findall(pattern, text)) - known == set()
 
 
+def test_the_page_of_features_is_of_these_tests() -> None:
+    listing = load_script("list_features")
+    assert listing.PAGE.read_text("utf-8") == listing.page(), "run: python docs/list_features.py"
+    names = [(group, name) for group, name, *_ in listing.features()]
+    assert len(set(names)) == len(names) > 60
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 8192
 

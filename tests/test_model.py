@@ -23,6 +23,7 @@ from bytetx.tasks.results import Embeddings
 from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
 
 
+@pytest.mark.feature("Tasks", "`hidden_states`")
 @pytest.mark.parametrize("family", TOKENIZERS)
 def test_hidden_states_equal_transformers(family: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, family)

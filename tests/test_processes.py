@@ -83,6 +83,7 @@ def test_what_lives_in_the_parents_threads_is_an_error_in_a_child(children: dict
     }
 
 
+@pytest.mark.feature("Python", "models in other processes")
 def test_a_model_works_in_spawned_processes(encoder: Path, decoder: Path) -> None:
     model, gpt = bytetx.load(encoder, token_budget=64), bytetx.load(decoder)
     params = bytetx.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)

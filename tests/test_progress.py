@@ -87,6 +87,7 @@ def test_two_streams_at_a_time(encoder: Model, shown: Shown) -> None:
     assert shown().count("9/9 texts") == 2
 
 
+@pytest.mark.feature("Python", "progress bars")
 def test_every_task_has_a_bar(encoder: Model, decoder: Model, shown: Shown) -> None:
     encoder.classify(TEXTS, show_progress=True)
     encoder.hidden_states(TEXTS, show_progress=True)

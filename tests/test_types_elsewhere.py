@@ -11,6 +11,7 @@ MYPY = ("mypy", "--strict", "--cache-dir", "cache", "--python-executable", sys.e
 PYRIGHT = ("basedpyright", "--level", "error", "--pythonpath", sys.executable)
 
 
+@pytest.mark.feature("Python", "types of results for type checkers")
 @pytest.mark.parametrize("command", [MYPY, PYRIGHT], ids=["mypy", "pyright"])
 def test_results_have_types_in_another_folder(command: tuple[str, ...], tmp_path: Path) -> None:
     code = (TESTS / "typing_user.py").read_text(encoding="utf-8")

@@ -181,6 +181,7 @@ def test_the_planner_takes_a_new_family(own: Path, bert: Path, renamed: Path) ->
             plan(model, gpus=2, families=own / "nowhere")
 
 
+@pytest.mark.feature("Checkpoints", "families of the caller's own")
 def test_a_new_family_runs_wherever_a_checkpoint_does(
     own: Path, bert: Path, renamed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def test_a_classifier_and_its_new_head(tmp_path: Path) -> None:
         assert np.allclose([found[f"LABEL_{i}"] for i in range(3)], wanted, atol=1e-4)
 
 
+@pytest.mark.feature("Checkpoints", "LoRA adapters")
 def test_a_decoder_generates_as_the_merged_model(tmp_path: Path) -> None:
     base = save(tiny_decoder("qwen3", tie_word_embeddings=False), tmp_path / "base")
     merged = save_adapter(

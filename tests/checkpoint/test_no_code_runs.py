@@ -142,6 +142,7 @@ def test_a_vocabulary_alone_gives_the_same_vectors(tmp_path: Path) -> None:
     assert embed(folder).stdout == wanted.stdout != ""
 
 
+@pytest.mark.feature("Checkpoints", "no code of a checkpoint runs")
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "pytorch_model.joblib"])
 def test_weights_that_unpickle_are_never_opened(name: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "model")

@@ -191,6 +191,7 @@ CASES = [
 ]
 
 
+@pytest.mark.feature("Checkpoints", "tokenizers from bare vocabularies")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ids_of_a_vocabulary(case: Case, tmp_path: Path) -> None:
     check_ids(case.save(tmp_path))

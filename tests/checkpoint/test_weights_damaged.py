@@ -137,6 +137,7 @@ def test_overlaps_and_gaps_say_which_tensors(tmp_path: Path) -> None:
             read_header(path)
 
 
+@pytest.mark.feature("Checkpoints", "damaged files are named")
 @pytest.mark.parametrize("damage", damaged_files() | damaged_layouts())
 def test_damaged_files(damage: str, bert: Path) -> None:
     path = bert / "model.safetensors"

@@ -29,6 +29,7 @@ def test_embedding_on_the_cpu(folder: Path) -> None:
         assert all(value > 0 for value in speed.values())
 
 
+@pytest.mark.feature("Command line", "`bytetx bench`")
 def test_a_server_under_load(folder: Path) -> None:
     arguments = ["serve", "--model", str(folder), "--device", "cpu", "--callers", "2"]
     arguments += ["--texts-per-request", "2", "--seconds", "0.2", "--json"]

@@ -30,6 +30,7 @@ def test_every_group_of_a_node_is_measured() -> None:
     assert calibrate.groups_of(1) == []
 
 
+@pytest.mark.feature("Several devices", "measured machines for the planner")
 def test_measured_machines_can_be_planned_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ def vectors_of(folder: Path, texts: Sequence[str]) -> np.ndarray:
     return load(folder).embed(list(texts)).vectors
 
 
+@pytest.mark.feature("Command line", "`bytetx embed`")
 def test_embed_gives_what_the_api_gives(bytetx: Bytetx, encoder: Path, texts: Path) -> None:
     ran = bytetx("embed", texts, "-m", encoder, "-o", "v.npy")
     assert ran.code == 0 and ran.out == ""
@@ -99,6 +100,7 @@ def test_tag_and_fill_mask(bytetx: Bytetx, tmp_path: Path) -> None:
     assert len(ran.rows[0]["fills"]) == 2 and "error" in ran.rows[1]
 
 
+@pytest.mark.feature("Command line", "`bytetx rerank`")
 def test_rerank_in_its_three_forms(bytetx: Bytetx, tmp_path: Path) -> None:
     ranker = save_checkpoint(tmp_path / "rank", head="ForSequenceClassification", num_labels=1)
     (tmp_path / "docs.txt").write_bytes(b"big apple\ncaf\xe9\nNew York\nfox\n")
@@ -244,6 +246,7 @@ def test_environment_gives_defaults(
         assert f"BYTETX_{name}" in shown
 
 
+@pytest.mark.feature("Command line", "`bytetx info`")
 def test_info_for_people_and_programs(bytetx: Bytetx, encoder: Path) -> None:
     ran = bytetx("info", "-m", encoder)
     assert ran.code == 0 and "bert" in ran.out and "varlen_attention" in ran.out

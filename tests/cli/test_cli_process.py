@@ -95,6 +95,7 @@ def write_inputs(path: Path) -> None:
             file.write("broken\n" if number % 97 == 5 else json.dumps({"text": words}) + "\n")
 
 
+@pytest.mark.feature("Command line", "jobs resume to the same bytes")
 def test_a_killed_job_resumes_to_the_same_bytes(encoder: Path, tmp_path: Path) -> None:
     write_inputs(tmp_path / "in.jsonl")
     job = ("embed", tmp_path / "in.jsonl", "-m", encoder, "--token-budget", 32)

@@ -139,6 +139,7 @@ def test_a_later_file_without_the_column_fails_before_the_first_record(tmp_path:
         read_records(sources, Shape())
 
 
+@pytest.mark.feature("Command line", "text, CSV, JSONL and Parquet")
 def test_parquet_rows_nulls_and_columns(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"

@@ -78,6 +78,7 @@ def parquet_columns() -> dict:
     }
 
 
+@pytest.mark.feature("Command line", "columns that are kept")
 def test_copied_columns_of_parquet_have_their_types(bytetx: Bytetx, encoder: Path) -> None:
     columns = parquet_columns()
     import pyarrow as pa

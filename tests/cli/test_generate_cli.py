@@ -26,6 +26,7 @@ def rows(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.feature("Command line", "`bytetx generate`")
 def test_a_file_of_prompts(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
     ran = bytetx(

@@ -256,6 +256,7 @@ def test_a_step_beyond_the_memory_is_cut_and_one_text_alone_fails() -> None:
     engine.close()
 
 
+@pytest.mark.feature("Python", "short texts run between the layers of long ones")
 def test_short_texts_run_between_the_layers_of_a_long_step() -> None:
     transformer = held()
     engine = make_engine(transformer, token_budget=1000)
@@ -315,6 +316,7 @@ def test_a_failing_text_between_layers_leaves_the_long_step_alone() -> None:
     engine.close()
 
 
+@pytest.mark.feature("Python", "priorities")
 def test_priorities_and_lengths_order_what_waits() -> None:
     transformer = held()
     engine = make_engine(transformer, token_budget=4)

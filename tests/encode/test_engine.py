@@ -40,6 +40,7 @@ def model(folder: Path) -> Model:
     return bytetx.load(folder, device="cpu", token_budget=64)
 
 
+@pytest.mark.feature("Python", "a token budget bounds memory and changes no bit")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_batch_mates_order_and_budget_change_no_bit(folder: Path, device: str, dtype: str) -> None:
@@ -69,6 +70,7 @@ def test_random_lengths_equal_each_alone(model: Model, seqlens: list[int], budge
         np.testing.assert_array_equal(states, model.hidden_states([token_ids])[0])
 
 
+@pytest.mark.feature("Python", "streams of texts")
 def test_a_generator_equals_a_list_and_streams_in_order(model: Model) -> None:
     inputs = texts(300, max_words=6)
     whole = model.embed(inputs)
@@ -251,6 +253,7 @@ def test_import_takes_no_torch() -> None:
         _ = bytetx.nothing
 
 
+@pytest.mark.feature("Tasks", "`embed`: vectors of a trained sentence encoder")
 def test_real_minilm() -> None:
     """Embeddings of the published weights within 1e-5 cosine distance, hidden states in 1e-4."""
     inputs = [*SENTENCES, *texts(40, max_words=60), "long " * 400]

@@ -116,6 +116,7 @@ def test_a_grid_of_one_is_one_process(llama: Path) -> None:
     )
 
 
+@pytest.mark.feature("Several devices", "the grid that the planner chooses")
 def test_auto_is_the_plan_of_all_gpus(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(gpus: int, name: str) -> Grid | None:
         monkeypatch.setattr(executor_load, "resolve_device", lambda device: torch.device("cuda", 0))

@@ -66,6 +66,7 @@ class Group:
         return None
 
 
+@pytest.mark.feature("Several devices", "ranks that stop or hang are named")
 def test_a_stopped_rank_is_named_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(monkeypatch)
     assert group.run(100) is None

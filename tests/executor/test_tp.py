@@ -103,6 +103,7 @@ def assert_same_states(shared: Model, local: Model) -> None:
             assert torch.allclose(found[layer], x, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.feature("Several devices", "tensor parallel encoders")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_encoders(family: str, ranks: Ranks, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, family, head="ForMaskedLM", **WIDER)
@@ -150,6 +151,7 @@ def decoder(name: str, folder: Path) -> Path:
     return save(tiny_decoder(name, **config), folder)
 
 
+@pytest.mark.feature("Several devices", "tensor parallel generation")
 @pytest.mark.parametrize("name", DECODERS[2])
 def test_decoders(name: str, ranks: Ranks, tmp_path: Path) -> None:
     """Hidden states; then greedy and sampled tokens, with prompts in pieces and thrown out."""

@@ -56,6 +56,7 @@ def check_stream(tokenizer: Tokenizer, ids: list[int], stream: Detokenizer) -> N
     assert shown + stream.flush() == expected
 
 
+@pytest.mark.feature("Generation", "streamed text in whole characters")
 @given(st.text("aé你😀 ", max_size=20), st.lists(st.integers(0, 60), max_size=40))
 def test_byte_level_text_streams_whole_characters(text: str, cuts: list[int]) -> None:
     data = text.encode()

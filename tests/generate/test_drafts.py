@@ -384,6 +384,7 @@ def repetitive(seqlens: list[int], *, seed: int) -> list[list[int]]:
     return [rng.choice([5, 6, 7], length).tolist() for length in seqlens]
 
 
+@pytest.mark.feature("Generation", "speculation by n-grams")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_gives_the_tokens_without_drafts(
     name: str,

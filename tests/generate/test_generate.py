@@ -37,6 +37,7 @@ def greedy(model: nn.Module, prompt: list[int], num_tokens: int = NUM_TOKENS) ->
     return ids[0, len(prompt) :].tolist()
 
 
+@pytest.mark.feature("Generation", "`generate`: the greedy tokens of transformers")
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_as_transformers(name: str, tmp_path: Path) -> None:
     theirs, prompts = tiny_decoder(name), random_ids(SEQLENS)
@@ -169,6 +170,7 @@ def test_prompt_logits_are_held_a_block_at_a_time(
     assert max(sizes) == 7
 
 
+@pytest.mark.feature("Generation", "seeded sampling, whatever runs beside it")
 def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(text_model: Model) -> None:
     params = SamplingParams(seed=11, max_tokens=18, top_p=0.95, presence_penalty=0.4)
     alone = [text_model.generate([text], params)[0].token_ids for text in TEXTS]
@@ -212,6 +214,7 @@ def test_params_that_do_not_go_with_the_prompts(text_model: Model) -> None:
     assert len(text_model.generate(TEXTS[:1], two[:1])) == 1
 
 
+@pytest.mark.feature("Generation", "chats by the checkpoint's template")
 def test_chats_by_the_checkpoints_template(text_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(text_folder, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -183,6 +183,7 @@ def test_prompts_are_cut_and_share_steps_with_decode_rows() -> None:
     assert pieces == [[2, 6], [1, 7], [1, 7], [1, 7], [1, 3]]
 
 
+@pytest.mark.feature("Generation", "prefix cache")
 def test_a_shared_prefix_is_computed_once_even_in_one_step() -> None:
     prefix = list(range(40, 72))
     alone, shared = run_of(num_pages=64, token_budget=64), run_of(num_pages=64, token_budget=64)

@@ -46,6 +46,7 @@ def tokens(model: Model, params: SamplingParams = SHORT) -> list[int]:
     return list(model.generate([PROMPT], params)[0].token_ids)
 
 
+@pytest.mark.feature("Generation", "defaults of `generation_config.json`")
 @pytest.mark.parametrize(
     ("keys", "params"),
     [

@@ -103,6 +103,7 @@ some_params = st.builds(
 prompts = st.lists(tokens, min_size=1, max_size=12)
 
 
+@pytest.mark.feature("Generation", "sampling options in vLLM's order")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["waits", "ahead"])
 @given(st.lists(st.tuples(prompts, some_params), min_size=1, max_size=4))

@@ -1,5 +1,6 @@
 """Ends of answers: stop strings in any pieces, stop ids, limits."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
+@pytest.mark.feature("Generation", "stop strings")
 @given(letters, stop_lists, st.lists(st.integers(0, 30)))
 def test_stop_strings_cut_at_the_same_place_in_any_pieces(
     text: str, stops: list[str], cuts: list[int]

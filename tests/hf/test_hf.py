@@ -109,6 +109,7 @@ def test_masks_of_any_dtype(dtype):
     assert_equal_at_tokens(have[0], want[0], mask)
 
 
+@pytest.mark.feature("Wrap", "`wrap` of encoders of transformers")
 @pytest.mark.parametrize(("family", "head"), FAMILY_HEADS)
 def test_every_head_equals_stock(family, head):
     stock, wrapped = stock_and_wrapped(family, head)

@@ -58,6 +58,7 @@ def test_hidden_states_of_base_models(name, side):
         assert_equal_at_tokens(ours, theirs, mask)
 
 
+@pytest.mark.feature("Wrap", "`wrap` of causal models of transformers")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_logits_and_loss(name, side):

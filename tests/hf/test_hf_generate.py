@@ -29,6 +29,7 @@ def stock_and_wrapped(name, **config):
     return stock, wrap(copy.deepcopy(stock))
 
 
+@pytest.mark.feature("Wrap", "`generate` of wrapped models")
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_tokens(name):
     stock, wrapped = stock_and_wrapped(name)

@@ -61,6 +61,7 @@ def test_safetensors_files_are_the_stock_models_byte_for_byte(models, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.feature("Wrap", "saving of wrapped models")
 def test_a_wrapped_model_loads_what_it_saved(models, tmp_path):
     stock, wrapped = models
     want = run(wrapped)

@@ -37,6 +37,7 @@ def same(found: object, wanted: object) -> bool:
     return np.allclose(np.asarray(found), np.asarray(wanted), atol=1e-5)
 
 
+@pytest.mark.feature("Python", "LangChain, LlamaIndex and Haystack")
 def test_langchain(folder: Path, stock: SentenceTransformer) -> None:
     from langchain_core.documents import Document
     from langchain_core.vectorstores import InMemoryVectorStore

@@ -63,6 +63,7 @@ def check_embed(model: Model, folder: Path, device: str, dtype: str) -> None:
     assert np.array_equal(np.asarray(small.embed(inputs)), wanted)
 
 
+@pytest.mark.feature("Arithmetic", "batch invariance of vectors")
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta-v2", "mpnet"])
 def test_embed_alone_in_a_batch_and_in_small_steps(tmp_path: Path, family: str, dtype: str) -> None:
@@ -151,6 +152,7 @@ def check_generation(model: Model, *, vocab_size: int = 90) -> None:
     assert logprobs_of(engine, turns[:2], kv_cache_tokens=2048) == first_time
 
 
+@pytest.mark.feature("Arithmetic", "batch invariance of generation")
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 @pytest.mark.parametrize("family", ["qwen3", "bloom", "qwen3-window", "gpt2", "mixtral"])
 def test_generate_with_prefixes_pieces_and_preemption(

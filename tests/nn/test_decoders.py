@@ -209,6 +209,7 @@ def test_rope_scaling_as_older_files_have_it(tmp_path: Path) -> None:
         assert build_spec(older) == loaded.spec
 
 
+@pytest.mark.feature("Checkpoints", "causal families")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", DECODERS)
 def test_half_is_as_close_to_float64_as_transformers(

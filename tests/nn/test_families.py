@@ -266,6 +266,7 @@ def test_mpnet_bias_with_too_few_rows(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.feature("Checkpoints", "encoder families")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_as_close_to_float64_as_transformers(family: str, tmp_path: Path) -> None:
     model = tiny_model(family).bfloat16()

@@ -32,6 +32,7 @@ REFUSED = ("modernbert", "eurobert", "xlm-roberta-xl", "roberta-prelayernorm", "
 FP8_FAMILIES = [name for name in tiny.FAMILIES if name not in REFUSED]
 
 
+@pytest.mark.feature("Arithmetic", "FP8 on GPUs")
 @pytest.mark.parametrize("family", FP8_FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_family_stays_near_its_own_f32(

@@ -117,6 +117,7 @@ def assert_one_devices_answers(folder: Path, grid: Grid) -> None:
             assert counted == count_transfers(transfers), f"rank {rank} of {grid}"
 
 
+@pytest.mark.feature("Several devices", "grids of data, z, y and x")
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_every_grid_of_two_and_four(name: str, grid: Grid, folders: dict[str, Path]) -> None:

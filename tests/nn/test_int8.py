@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 _GEMM_NOISE = 0.017
 
 
+@pytest.mark.feature("Arithmetic", "int8 weights on CPUs")
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_family_stays_near_its_own_f32(

@@ -77,6 +77,7 @@ def test_sentence_t5_and_gtr(activation: str, tmp_path: Path) -> None:
     assert_same(folder)
 
 
+@pytest.mark.feature("Checkpoints", "instructions and prompts of sentence checkpoints")
 def test_instructor(tmp_path: Path) -> None:
     """Its instructions are prompts that are left out of the mean."""
     base = save_t5(tmp_path / "base")
@@ -88,6 +89,7 @@ def test_instructor(tmp_path: Path) -> None:
     assert_same(folder)
 
 
+@pytest.mark.feature("Checkpoints", "embedding models of causal families")
 def test_qwen3_embedding(tmp_path: Path) -> None:
     """The last token of sequences that a batch pads on the left."""
     base = save_causal(tmp_path / "base", "qwen3", "Model")

@@ -119,6 +119,7 @@ def assert_as_exact_as_torch(ours: Tensor, case: Case, **options: object) -> Non
     assert error.abs().max() <= 2 * torchs.abs().max() + rounding.max()
 
 
+@pytest.mark.feature("Arithmetic", "attention kernels for Hopper")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())

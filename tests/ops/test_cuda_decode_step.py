@@ -127,6 +127,7 @@ def error(x: Tensor, exact: Tensor) -> float:
 LENGTHS = [1, 2, 17, 64, 65, 66, 500, 1100, 4000, MOST_KEYS]
 
 
+@pytest.mark.feature("Arithmetic", "one kernel for a decode step")
 @pytest.mark.parametrize("num_keys", LENGTHS)
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_it_is_as_exact_as_torch(weights: StepWeights, num_keys: int, has_norms: bool) -> None:

@@ -45,6 +45,7 @@ def run(qkv, tables, buckets, cu_seqlens, scale):
     )
 
 
+@pytest.mark.feature("Arithmetic", "disentangled attention (DeBERTa)")
 @pytest.mark.parametrize("terms", ["both", "pos_k", "pos_q"])
 def test_equals_the_definition(isa: str, dtype: torch.dtype, terms: str) -> None:
     seqlens = [1, 0, 33, 300, 7, 64, 129]

@@ -288,6 +288,7 @@ def assert_as_exact_as_torch(got: Tensor, case: Case, dtype: torch.dtype) -> Non
     assert ours.abs().max() <= 4 * theirs.abs().max() + unit
 
 
+@pytest.mark.feature("Arithmetic", "native kernels for CPUs as exact as torch")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 def test_op_is_as_exact_as_torch(name: str, dtype: torch.dtype) -> None:

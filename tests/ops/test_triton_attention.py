@@ -56,6 +56,7 @@ def assert_close(ours: Tensor, right: Tensor, dtype: torch.dtype) -> None:
     assert (ours.float() - right).abs().max() <= tolerance * right.abs().max()
 
 
+@pytest.mark.feature("Arithmetic", "Triton kernels for other GPUs")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [24, 64, 128])
 @pytest.mark.parametrize(

@@ -408,6 +408,7 @@ def test_texts() -> None:
     assert "96 more replicas" in report.picture(Grid(data=100))
 
 
+@pytest.mark.feature("Several devices", "planner and its simulated year")
 def test_a_year_on_ten_thousand_gpus_takes_seconds() -> None:
     started = time.process_time()
     year = simulate_year("llama-70b", gpus=10_000)

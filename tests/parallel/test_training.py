@@ -16,6 +16,7 @@ from bytetx.parallel.training import GridGpt, initial_weights, train_step
 CONFIG = training_ranks.CONFIG
 
 
+@pytest.mark.feature("Several devices", "training on a grid")
 def test_every_grid_of_four_trains_as_one_device(tmp_path: Path) -> None:
     """50 steps of AdamW; the first process that fails ends the others."""
     torch.multiprocessing.start_processes(

@@ -100,6 +100,7 @@ def engines() -> list[str]:
     return sorted(name for name in names if "#Engine#" in name)
 
 
+@pytest.mark.feature("Server", "Ray Serve")
 def test_answers_are_those_of_the_model(cluster: Cluster) -> None:
     expected = cluster.embedder.embed(TEXTS).vectors
     np.testing.assert_allclose(cluster.embed(TEXTS), expected, rtol=0, atol=1e-6)

@@ -88,6 +88,7 @@ def counts(url: str) -> dict[str, int]:
     return {index: int(number) for index, number in re.findall(pattern, get(f"{url}/metrics"))}
 
 
+@pytest.mark.feature("Server", "replicas behind one port")
 def test_two_replicas_answer_one_dies_and_both_drain(
     supervisor: Supervisor, checkpoint: Path
 ) -> None:

@@ -29,6 +29,7 @@ def hugging_face(server: Server, name: str) -> InferenceClient:
     return InferenceClient(base_url=f"{server.url}/models/{name}", token="sesame")
 
 
+@pytest.mark.feature("Server", "routes of OpenAI: embeddings")
 def test_openai_embeddings(client: openai.OpenAI, in_process: InProcess) -> None:
     """Floats, and the base64 that the client asks for by itself, are Model's own vectors."""
     expected = in_process.model("embedder").embed(TEXTS)
@@ -58,6 +59,7 @@ def test_openai_models_and_errors(client: openai.OpenAI, server: Server) -> None
         stranger.models.list()
 
 
+@pytest.mark.feature("Server", "routes of OpenAI: completions")
 def test_openai_completions(client: openai.OpenAI, in_process: InProcess) -> None:
     """The same text as Model's, whole and streamed; usage, stop strings, seeds, logprobs."""
     model = in_process.model("writer")
@@ -114,6 +116,7 @@ def test_openai_completions_of_several_prompts(
     assert ids.choices[0].text == expected[2]
 
 
+@pytest.mark.feature("Server", "routes of OpenAI: chats")
 def test_openai_chat(client: openai.OpenAI, in_process: InProcess) -> None:
     messages = [{"role": "user", "content": "The quick"}]
     params = SamplingParams(max_tokens=8, temperature=0, logprobs=1)
@@ -207,6 +210,7 @@ def test_langchain(server: Server, in_process: InProcess) -> None:
     assert "".join(str(chunk.content) for chunk in chat.stream("The quick")) == text
 
 
+@pytest.mark.feature("Server", "routes of Cohere")
 @pytest.mark.parametrize("kind", [Client, ClientV2])
 def test_cohere_rerank(kind: type, server: Server, in_process: InProcess) -> None:
     client = kind(api_key="sesame", base_url=server.url)

@@ -138,6 +138,7 @@ def test_a_request_above_the_whole_queue_is_413(split_server: Server) -> None:
             assert answer.status_code == 413 and "--max-queued-tokens" in answer.text, answer.text
 
 
+@pytest.mark.feature("Server", "front-ends before one engine")
 def test_a_killed_engine_comes_back(split_server: Server) -> None:
     with split_server.client() as client:
         (pid,) = children(split_server)["engine"]

@@ -179,6 +179,7 @@ def test_a_body_that_does_not_arrive_is_too_late(
     tei_error(answer, 408, "backend", "within 0.1 s")
 
 
+@pytest.mark.feature("Server", "several models")
 def test_the_longest_name_of_a_path_is_the_model(in_process: InProcess) -> None:
     names = {"embedder": "org", "classifier": "org/m"}
     served = [
@@ -191,6 +192,7 @@ def test_the_longest_name_of_a_path_is_the_model(in_process: InProcess) -> None:
     assert both.post("/models/org/embed", OK).status_code == 200
 
 
+@pytest.mark.feature("Server", "keys")
 def test_keys(in_process: InProcess) -> None:
     one = in_process.with_settings(api_keys=("first", "second"))
     for key in ("first", "second"):
@@ -396,6 +398,7 @@ def test_concurrent_requests(in_process: InProcess, monkeypatch: pytest.MonkeyPa
     assert one.post("/embed", OK).status_code == 200
 
 
+@pytest.mark.feature("Server", "limits of queue and requests")
 @pytest.mark.parametrize("limit, most", [("max_queued_requests", 8), ("max_queued_tokens", 24)])
 def test_a_full_queue(checkpoints: dict[str, Path], limit: str, most: int) -> None:
     """More than the engine's queue takes: 429 and when to retry; the others are answered."""
@@ -515,6 +518,7 @@ def test_a_request_of_more_outputs_or_texts_than_may_wait_is_413(
     asyncio.run(close_models(one.served))
 
 
+@pytest.mark.feature("Server", "work ends when the client leaves")
 def test_work_is_cancelled_when_the_client_leaves(
     in_process: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_an_error_that_names_a_file_names_the_model(
     assert caught.value.message == "writer/tokenizer.json: wrong"
 
 
+@pytest.mark.feature("Server", "access log")
 def test_a_line_for_each_request(unnamed: Server, checkpoints: dict[str, Path]) -> None:
     before = len(unnamed.read_log())
     with unnamed.client() as client:

@@ -30,6 +30,7 @@ TEXTS = [text for text in SENTENCES if text]
 LONG = "New York is big. " + "the quick brown fox jumps over the lazy dog " * 20
 
 
+@pytest.mark.feature("Server", "routes of TEI")
 def test_embed(in_process: InProcess) -> None:
     model = in_process.model("embedder")
     answer = in_process.post("/embed", {"inputs": TEXTS})
@@ -448,6 +449,7 @@ def test_stats(in_process: InProcess) -> None:
     }
 
 
+@pytest.mark.feature("Server", "metrics of Prometheus")
 def test_metrics(in_process: InProcess) -> None:
     """Ours, and TEI's names for the same numbers."""
     one = in_process.with_settings()

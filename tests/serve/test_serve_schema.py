@@ -13,6 +13,7 @@ NAMES |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "reranker")
 NAMES |= dict.fromkeys(("/v1/completions", "/v1/chat/completions"), "writer")
 
 
+@pytest.mark.feature("Server", "a schema of every route")
 @pytest.mark.parametrize(
     "route", sorted(key for key, route in ROUTES.items() if route.is_limited), ids=" ".join
 )

@@ -69,6 +69,7 @@ async def end_under_load(server: Server) -> Counter[str]:
     return counts
 
 
+@pytest.mark.feature("Server", "drain on SIGTERM")
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_sigterm_under_load_loses_no_request(
     checkpoints: dict[str, Path], tmp_path: Path, arrangement: str

@@ -38,6 +38,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
     server.server_close()
 
 
+@pytest.mark.feature("Server", "traces (OTLP)")
 def test_spans(in_process: InProcess, collector: tuple[str, list[bytes]]) -> None:
     address, bodies = collector
     one = in_process.with_settings()

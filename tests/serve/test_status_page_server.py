@@ -23,6 +23,7 @@ SHOWN = {
 }
 
 
+@pytest.mark.feature("Server", "status page")
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH (Debian: apt install chromium)")
 def test_every_task_of_every_model_can_be_tried(server: Server) -> None:
     complaints: list[str] = []

@@ -169,6 +169,7 @@ def stream(server: InProcess, path: str, body: dict[str, Any]) -> dict[int, list
     return choices
 
 
+@pytest.mark.feature("Server", "log-probabilities of tokens")
 def test_whole_and_streamed_answers_agree_with_an_oracle_in_float64(writer: InProcess) -> None:
     body = SAMPLED | {"prompt": "é", "logprobs": 5}
     whole = writer.post("/v1/completions", body).json()["choices"]

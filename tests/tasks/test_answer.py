@@ -85,6 +85,7 @@ def agrees(found: list[object], wanted: list[tuple[str, float]]) -> None:
     assert [answer.answer for answer in found] == [text for text, _ in wanted]
 
 
+@pytest.mark.feature("Tasks", "`answer`: spans of extractive question answering")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers(family: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, family, head="ForQuestionAnswering", num_labels=2)

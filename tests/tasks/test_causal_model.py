@@ -25,6 +25,7 @@ def wanted_scores(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     return -F.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
 
 
+@pytest.mark.feature("Tasks", "`score`: log-likelihoods of causal models")
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gptj", "opt-post"])
 def test_score(name: str, tmp_path: Path) -> None:
     model = api.load(save_causal(tmp_path, name), token_budget=64)

@@ -110,6 +110,7 @@ def test_other_models(tmp_path: Path) -> None:
         bytetx.load(folder, device="cpu").rerank("q", DOCUMENTS, instruction="x")
 
 
+@pytest.mark.feature("Tasks", "`classify` and `rerank` by causal models")
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox"])
 def test_classify_and_rerank_by_the_last_token(name: str, tmp_path: Path) -> None:
     for num_labels in (1, 3):

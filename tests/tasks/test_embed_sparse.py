@@ -55,6 +55,7 @@ def model(folder: Path) -> bytetx.Model:
     return bytetx.load(folder)
 
 
+@pytest.mark.feature("Tasks", "`embed_sparse`: SPLADE and other sparse encoders")
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "mpnet"])
 def test_weights_are_those_of_sparse_encoder(family: str, tmp_path: Path) -> None:
     folder = save_sparse(tmp_path, family)

@@ -101,6 +101,7 @@ def test_a_longer_expansion_than_text(tmp_path: Path) -> None:
     assert_same_model(save_multi_vector(tmp_path, query_expansion=expansion))
 
 
+@pytest.mark.feature("Tasks", "`embed_tokens`: late interaction (ColBERT)")
 def test_pylate(tmp_path: Path) -> None:
     """Two modules, keys of its own, and prefixes that are one token each."""
     folder = save_multi_vector(tmp_path)
@@ -283,6 +284,7 @@ def test_m3(tmp_path: Path) -> None:
     assert_same(model.embed_tokens(given), wanted)
 
 
+@pytest.mark.feature("Tasks", "dense, sparse and token vectors from one pass")
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_all_three_kinds_of_m3_from_one_pass(suffix: str, tmp_path: Path) -> None:
     folder = save_sentence_model(tmp_path, [Pooling(48, "cls"), Normalize()], family="xlm-roberta")

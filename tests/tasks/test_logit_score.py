@@ -60,6 +60,7 @@ def assert_same(folder: Path, prompt: str | None = None, *, truncate: bool = Fal
     assert wanted.max() - wanted.min() > 0.1
 
 
+@pytest.mark.feature("Tasks", "reranking by the logits of answers")
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mistral"])
 @pytest.mark.parametrize("no", [80, 0, None])
 def test_pairs_of_the_tokenizer(name: str, no: int | None, tmp_path: Path) -> None:

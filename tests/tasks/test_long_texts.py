@@ -84,6 +84,7 @@ def test_classify_means_the_scores_of_chunks(tmp_path: Path, raw: bool) -> None:
     assert [labels[0] for labels in best] == [labels[0] for labels in got]
 
 
+@pytest.mark.feature("Tasks", "long texts in chunks")
 @pytest.mark.parametrize("stride", [0, 11])
 def test_embed_means_the_vectors_of_chunks(embedder: bytetx.Model, stride: int) -> None:
     got = embedder.embed(INPUTS, overflow="chunk", stride=stride).vectors
@@ -219,6 +220,7 @@ def words(text: str) -> list[tuple[int, int]]:
     return [*spans, (0, len(text)), (0, len(text) // 2 + 1)]
 
 
+@pytest.mark.feature("Tasks", "vectors of spans from one pass")
 def test_spans_of_one_pass(embedder: bytetx.Model) -> None:
     given = [text for text in INPUTS if 0 < len(text) < 60]
     spans = [words(text) for text in given]

@@ -30,6 +30,7 @@ def labelled(labels: dict[int, str]) -> dict[str, dict]:
     return {"id2label": labels, "label2id": {label: i for i, label in labels.items()}}
 
 
+@pytest.mark.feature("Tasks", "`classify`: labels and scores of the pipeline's")
 @pytest.mark.parametrize("family", TOKENIZERS)
 @pytest.mark.parametrize(
     "problem_type",
@@ -88,6 +89,7 @@ def test_scores_of_huge_logits_warn_of_no_overflow() -> None:
     np.testing.assert_allclose(scores, expected, rtol=1e-6, atol=1e-38)
 
 
+@pytest.mark.feature("Tasks", "`rerank` by cross-encoders")
 @pytest.mark.parametrize("activation", [None, nn.Identity(), nn.Sigmoid(), nn.Tanh()])
 @pytest.mark.parametrize("saved_by_cross_encoder", [False, True])
 def test_rerank_equals_cross_encoder(
@@ -133,6 +135,7 @@ def test_rerank_options_and_errors(tmp_path: Path) -> None:
         bytetx.load(folder).rerank("fox", DOCUMENTS)
 
 
+@pytest.mark.feature("Tasks", "`tag`: labelled tokens, words and entities")
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta"])
 def test_tag_equals_the_pipeline(family: str, tmp_path: Path) -> None:
     config = labelled(LABELS)
@@ -177,6 +180,7 @@ def test_tag_word_ids_ignored_labels_and_token_ids(tmp_path: Path) -> None:
         model.tag([text], aggregation="best")
 
 
+@pytest.mark.feature("Tasks", "`fill_mask`")
 @pytest.mark.parametrize("family", TOKENIZERS)
 def test_fill_mask_equals_the_pipeline(family: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, family, head="ForMaskedLM")

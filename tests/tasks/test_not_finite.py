@@ -189,6 +189,7 @@ FRONTS: dict[str, Callable[[Model, Callable[[Any], Any]], Any]] = {
 }
 
 
+@pytest.mark.feature("Tasks", "numbers that are not finite fail their own text")
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("name", TASKS)
 def test_a_text_that_is_not_finite_is_an_error_of_its_own(

@@ -43,6 +43,7 @@ def ranges_of(vectors: np.ndarray) -> np.ndarray:
     return np.stack([vectors.min(axis=0) * 0.7, vectors.max(axis=0) * 0.7])
 
 
+@pytest.mark.feature("Tasks", "quantised vectors (int8, binary)")
 @pytest.mark.parametrize("precision", QUANTISED)
 def test_the_bits_are_those_of_sentence_transformers(
     model: bytetx.Model, floats: np.ndarray, precision: str

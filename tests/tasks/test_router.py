@@ -74,6 +74,7 @@ def test_a_stream_of_static_queries_and_their_prompt(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.feature("Tasks", "routers of queries and documents")
 @pytest.mark.parametrize("shared", [False, True])
 def test_two_dense_encoders(shared: bool, tmp_path: Path) -> None:
     folder = save_asymmetric(tmp_path, shared=shared)

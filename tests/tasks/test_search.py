@@ -78,6 +78,7 @@ def test_sparse_similarity(function: str, small_blocks: None) -> None:
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.feature("Tasks", "MaxSim of token vectors")
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("query_lengths", [[4] * 9, [1, 5, 12, 3, 30, 2]])
 def test_maxsim(mean: bool, query_lengths: list[int], small_blocks: None) -> None:
@@ -139,6 +140,7 @@ def test_maxsim_where_no_query_has_a_vector(mean: bool) -> None:
     assert hits.indices.tolist() == [[1, 0]]
 
 
+@pytest.mark.feature("Tasks", "semantic search")
 @pytest.mark.parametrize("function", ["cosine", "dot", "euclidean", "manhattan"])
 @pytest.mark.parametrize("top_k", [1, 5, 100])
 def test_semantic_search(function: str, top_k: int, small_blocks: None) -> None:

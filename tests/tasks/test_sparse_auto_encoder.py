@@ -38,6 +38,7 @@ def rows(embeddings: SparseEmbeddings) -> np.ndarray:
     return embeddings.to_scipy().toarray()
 
 
+@pytest.mark.feature("Tasks", "`embed_sparse`: sparse auto-encoders")
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("dense", [False, True])
 def test_latents_are_those_of_sparse_encoder(dense: bool, normalize: bool, tmp_path: Path) -> None:

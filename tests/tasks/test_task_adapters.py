@@ -62,6 +62,7 @@ def references(folders: tuple[Path, Path]) -> dict[str | None, np.ndarray]:
     }
 
 
+@pytest.mark.feature("Tasks", "LoRA adapters of tasks in one checkpoint")
 def test_each_task_gives_the_vectors_of_its_merged_model(folders, references) -> None:
     model = bytetx.load(folders[0])
     for task in (None, *TASKS, None, TASKS[0]):

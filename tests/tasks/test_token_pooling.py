@@ -58,6 +58,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.feature("Tasks", "pooling of token vectors")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_vectors_are_those_of_multi_vector_encoder(options: dict, tmp_path: Path) -> None:
     folder = save_pooled(tmp_path, **options)
