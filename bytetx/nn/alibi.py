@@ -19,7 +19,7 @@ def alibi_slopes(num_heads: int, device: torch.device | str) -> torch.Tensor:
 
 
 def model_slopes(spec: ModelSpec, device: torch.device | str) -> torch.Tensor | None:
-    """What scores of each head fall by a token, f32 [num_heads]; None of a model without ALiBi."""
+    """ALiBi's slope of each head, f32 [num_heads], per token of distance; None without ALiBi."""
     alibi = spec.layer_spec.alibi
     if alibi is None:
         return None
@@ -28,7 +28,7 @@ def model_slopes(spec: ModelSpec, device: torch.device | str) -> torch.Tensor | 
 
 
 def alibi_bias(slopes: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """What is added to scores, f32 [num_heads, distances]: slopes * -|distance|.
+    """The bias that is added to scores, f32 [num_heads, distances]: slopes * -|distance|.
 
     distance: integers, of keys before and after a query.  Under a causal mask this differs from
     slope * key position by a number of each query alone, which the softmax does not see.

@@ -117,7 +117,7 @@ class Rows(Protocol):
 
 
 class LayerGather(Protocol):
-    """Of layers whose weights are divided over ranks: bytetx.nn.weight_gather.WeightGather."""
+    """Gathers layers whose weights are sharded over ranks: bytetx.nn.weight_gather.WeightGather."""
 
     @property
     def size(self) -> int: ...
@@ -238,7 +238,7 @@ class LocalBlocks:
     def row_parallel_post_norm(
         self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
     ) -> Tensor:
-        """The first result of row_parallel alone, in the place of the sum."""
+        """The first result of row_parallel alone; it overwrites the sum."""
         assert isinstance(w, LinearWeight)
         if not self._is_rms:
             return linear_norm(

@@ -39,13 +39,13 @@ def neighbors(x: torch.Tensor, cu_seqlens: torch.Tensor, size: int) -> torch.Ten
     at = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     after = torch.searchsorted(cu_seqlens, at, right=True).clamp(max=cu_seqlens.shape[0] - 1)
     start, end = cu_seqlens[after - 1], cu_seqlens[after]
-    pieces = []
+    neighbor_rows = []
     for offset in range(-(size // 2), size // 2 + 1):
         index = at + offset
         is_inside = (index >= start) & (index < end)
         rows = x[index.clamp(0, max(x.shape[0] - 1, 0))]
-        pieces.append(torch.where(is_inside[:, None], rows, 0))
-    return torch.cat(pieces, dim=1)
+        neighbor_rows.append(torch.where(is_inside[:, None], rows, 0))
+    return torch.cat(neighbor_rows, dim=1)
 
 
 def load_convolution(spec: ModelSpec, load: TensorLoader) -> Convolution | None:

@@ -9,13 +9,13 @@ from bytetx.parallel.grid import Grid
 
 
 class Executor:
-    """Of a model that runs in this process alone, where there is nothing to do.
+    """Executor of a model that runs in this process alone, which has nothing to do.
 
-    bytetx.executor.leader.GroupExecutor is the one of a tensor-parallel group.
+    A tensor-parallel group has bytetx.executor.leader.GroupExecutor.
     """
 
     has_workers = False  # whether other ranks run the same passes
-    grid = Grid()  # of all ranks
+    grid = Grid()
     shares_pages = True  # whether sequences may read one another's pages of the cache
 
     def check(self) -> None:

@@ -64,7 +64,7 @@ class _Fp8Rows(LocalBlocks):
 
     def __init__(self, spec: ModelSpec):
         super().__init__(spec)
-        self._source: Tensor | None = None  # what the copy was made of
+        self._source: Tensor | None = None  # rows that `_copy` was quantized from
         self._copy: tuple[Tensor, Tensor] | None = None  # E4M3 [m, k], f32 scales [m]
 
     def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
@@ -78,7 +78,7 @@ class _Fp8Rows(LocalBlocks):
     def row_parallel_post_norm(
         self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
     ) -> Tensor:
-        """The norm's result is in the place of the sum, its E4M3 copy in that of residual's."""
+        """The norm's result overwrites the sum, and its E4M3 copy that of the residual."""
         if isinstance(w, Fp8LinearWeight):
             is_fused, d = False, fp8_linear(x, None, w)
         else:
@@ -94,12 +94,13 @@ class _Fp8Rows(LocalBlocks):
 
 def quantize_layer(w: LayerWeights, *, is_last: bool) -> LayerWeights:
     """A layer that multiplies E4M3; plain weights come in, f16 or bf16."""
+    # FP8 is for dense post-norm layers, which have all of these.
     assert isinstance(w.ffn_in, LinearWeight) and w.ffn_norm is not None
-    assert w.ffn_out is not None  # of a layer without experts
-    assert w.attn_norm is not None  # of post-norm layers
+    assert w.ffn_out is not None and w.attn_norm is not None
     inner_scale = inner_bound(w.ffn_in, w.attn_norm) * _MARGIN / FP8_MAX
     out = _quantized(w.ffn_out)
-    ffn_norm = w.ffn_norm  # of the last layer: no GEMM reads its rows
+    # No GEMM reads the rows of the last layer's norm: it needs no E4M3 copy.
+    ffn_norm = w.ffn_norm
     return LayerWeights(
         qkv=_quantized(w.qkv),
         attn_out=w.attn_out,

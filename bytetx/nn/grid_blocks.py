@@ -52,9 +52,9 @@ def grid_blocks(spec: ModelSpec, group: TpGroup) -> Blocks:
 
 
 def grid_transformer(local: Transformer, group: TpGroup) -> RankTransformer:
-    """What runs whole batches on this rank: with slots, a part of each.
+    """The transformer that runs whole batches on this rank: with slots, a part of each batch.
 
-    Once all ranks have loaded, which all call it.
+    All ranks call this, once all have loaded.
     """
     blocks, axes = local.blocks, group.axes
     if isinstance(blocks, ShardedBlocks):

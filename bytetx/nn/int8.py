@@ -25,13 +25,13 @@ def takes_int8(spec: ModelSpec) -> bool:
 
 
 def int8_activation_dtype() -> torch.dtype:
-    """Of everything outside of GEMMs: bfloat16 where the CPU computes with it."""
+    """The dtype of everything outside of GEMMs: bfloat16 where the CPU computes with it."""
     return torch.bfloat16 if has_cpu_bf16() else torch.float32
 
 
 def quantize_layer(w: LayerWeights) -> LayerWeights:
     """A layer that multiplies 8-bit integers; plain weights come in, f32 or bf16."""
-    assert w.ffn_in is not None and w.ffn_out is not None  # of a layer without experts
+    assert w.ffn_in is not None and w.ffn_out is not None  # models with experts are refused
     return replace(
         w,
         qkv=_quantized(w.qkv),

@@ -73,7 +73,7 @@ def load_layers(
 
 
 def _alibi_slopes(spec: ModelSpec, load: TensorLoader, blocks: Blocks) -> torch.Tensor | None:
-    """Of the local heads."""
+    """ALiBi's slopes of this rank's heads."""
     slopes, shard = model_slopes(spec, load.device), blocks.shard
     if slopes is None or shard is None:
         return slopes

@@ -33,14 +33,15 @@ class LayerWeights:
     qkv: ColumnWeight  # rows of q, then k, then v, unless Layers.is_interleaved
     attn_out: OutWeight
     attn_norm: NormWeight | None  # None as well where the first of pre-norm layers has none
-    ffn_in: ColumnWeight | None  # it and the next: None of a layer with experts
+    ffn_in: ColumnWeight | None  # this and ffn_out are None where the layer has experts
     ffn_out: OutWeight | None
     ffn_norm: NormWeight | None
     q_norm: NormWeight | None = None
     k_norm: NormWeight | None = None
-    attn_out_norm: NormWeight | None = None  # of output norms
+    # Norms of a block's output, before the residual is added.
+    attn_out_norm: NormWeight | None = None
     ffn_out_norm: NormWeight | None = None
-    # Of disentangled attention, [num_buckets, num_heads, head_dim] each.
+    # Position projections of disentangled attention, [num_buckets, num_heads, head_dim] each.
     pos_k: torch.Tensor | None = None
     pos_q: torch.Tensor | None = None
     experts: ExpertsWeight | None = None
@@ -48,7 +49,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What the layers of one forward pass share."""
+    """State that the layers of one forward pass share."""
 
     batch: PackedBatch
     rows: Rows
@@ -226,7 +227,7 @@ class Layers:
         layer = self.weights[i]
         if layer.experts is not None:
             return self._mix_experts(h, x, layer.experts, self._last_norm(i), rows)
-        assert layer.ffn_in is not None and layer.ffn_out is not None  # of a layer without experts
+        assert layer.ffn_in is not None and layer.ffn_out is not None  # the layer is dense
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
         norm, output_norm = self._last_norm(i), layer.ffn_out_norm
         return self._add_and_norm(inner, layer.ffn_out, x, norm, rows, output_norm=output_norm)
@@ -266,7 +267,7 @@ class Layers:
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
         partial = rows.row_parallel_partial(attended, layer.attn_out)
         norm = self._last_norm(i)
-        assert norm is not None  # of parallel layers
+        assert norm is not None  # parallel layers always have it
         return rows.row_parallel(inner, layer.ffn_out, residual=x, norm=norm, partial=partial)
 
     def _add_and_norm(

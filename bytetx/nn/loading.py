@@ -158,14 +158,15 @@ def load_checkpoint(
     routes: dict[str, LoadedCheckpoint] = {}
     specs = {name: load_route_spec(folder, router, name) for name in router.routes}
     for sentence in specs.values():
-        place = sentence.adapter or sentence.folder
-        if sentence.static is None and place not in loaded:
-            loaded[place] = load(sentence)
+        weights_folder = sentence.adapter or sentence.folder
+        if sentence.static is None and weights_folder not in loaded:
+            loaded[weights_folder] = load(sentence)
     if not loaded:
         raise CheckpointError(f"{router.path}: no route has a Transformer module")
     for name, sentence in specs.items():
-        place = sentence.adapter or sentence.folder
-        routes[name] = _as_route(loaded.get(place, next(iter(loaded.values()))), sentence)
+        weights_folder = sentence.adapter or sentence.folder
+        checkpoint = loaded.get(weights_folder, next(iter(loaded.values())))
+        routes[name] = _as_route(checkpoint, sentence)
     first = routes[router.default or next(iter(routes))]
     return replace(first, router=router, routes=routes)
 
@@ -346,7 +347,7 @@ def _load_chat_template(
 
 
 def _load_pair_template(sentence: SentenceSpec, spec: ModelSpec) -> ChatTemplate | None:
-    """Of the pairs that LogitScore scores, where they are chats."""
+    """The chat template of the pairs that LogitScore scores; None where they are no chats."""
     score = sentence.logit_score
     if score is None:
         return None
@@ -407,14 +408,14 @@ def default_token_budget(spec: ModelSpec, device: torch.device) -> int:
     """Tokens of one forward pass where the caller names none.
 
     Between two steps a GPU is idle for about 80 us, and its last wave of tiles is seldom full:
-    encoders take 5 % less time for 32k tokens a step than for 16k (H200, MiniLM and BERT-base), and
-    with more the gain is small. In a causal model, other sequences wait for the longest step.
+    encoders take 5 % less time for 32k tokens per step than for 16k (H200, MiniLM and BERT-base),
+    and with more the gain is small. In a causal model, other sequences wait for the longest step.
 
     On a CPU each thread needs a few hundred rows to amortise the start of its GEMMs. More costs
     cache and memory, and saves barriers of the threads, which wait longer where other work has the
     cores: MiniLM on two of them, both busy with other processes as well, takes 6.4 s of CPU
-    time for 100 texts at 1024 tokens a step, 5.1 s at 2048 and 4.4 s at 4096; on one thread 3.7 s.
-    With 2048 its memory peaks where it does with 1024; with 4096 it is 27 MiB more.
+    time for 100 texts at 1024 tokens per step, 5.1 s at 2048 and 4.4 s at 4096; on one thread
+    3.7 s. With 2048 its memory peaks where it does with 1024; with 4096 it is 27 MiB more.
     """
     if device.type == "cuda":
         return 16384 if spec.is_causal else 32768
@@ -448,7 +449,7 @@ def load_shard(
     families: Families | None = None,
     on_tensor: Callable[[], None] | None = None,
 ) -> tuple[Transformer, Heads]:
-    """What a rank of a group computes with, and nothing else of a checkpoint.
+    """Load the weights that one rank of a group computes with, and nothing else of a checkpoint.
 
     families: None are those of models/.  on_tensor: called before each tensor is read.
     """
@@ -519,7 +520,7 @@ def check_placement(device: str, dtype: str) -> None:
 
 
 def default_device() -> str:
-    """What "auto" is: CUDA where there is one, else the CPU."""
+    """The device that "auto" names: CUDA where there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -571,7 +572,7 @@ def resolve_dtype(
 
 
 def _cross_encoder_activation(config: Mapping[str, Any]) -> str | None:
-    """Of config.json, where sentence-transformers saved it under one key, then under another."""
+    """The activation in config.json, under the key of newer or of older sentence-transformers."""
     given = config.get("sentence_transformers") or {}
     check_fields("config.json: sentence_transformers", given, {"activation_fn": TEXT})
     return given.get("activation_fn") or config.get("sbert_ce_default_activation_function")
@@ -612,7 +613,8 @@ def _load_heads(
         "ForCausalLM": ("lm", lambda: Heads(lm=lm())),
         "LMHeadModel": ("lm", lambda: Heads(lm=lm())),
     }
-    if "lm" in spec.heads:  # of a text model beside another one
+    # The text model of a multimodal checkpoint, saved beside other models.
+    if "lm" in spec.heads:
         load_heads["ForConditionalGeneration"] = load_heads["ForCausalLM"]
     for ending, (kind, load_head) in load_heads.items():
         if architecture.endswith(ending):
@@ -646,7 +648,7 @@ def _no_head(spec: ModelSpec, architecture: str, kind: str) -> str:
 
 
 def _unknown_head(spec: ModelSpec, architecture: str) -> str:
-    """What bytetx can do with a checkpoint whose head it does not have."""
+    """The error text for a head that bytetx does not have: it names those that it has."""
     stem = re.split("For|DoubleHeads", architecture)[0]
     names = {"sequence_classification": f"{stem}ForSequenceClassification"}
     names |= {"token_classification": f"{stem}ForTokenClassification"}

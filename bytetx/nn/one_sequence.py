@@ -33,9 +33,9 @@ class OneSequence:
         return cls(transformer, weights)
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """What Transformer.forward returns with the cache, [1, hidden_size]; writes the cache."""
+        """Transformer.forward with the cache, which it writes: hidden states [1, hidden_size]."""
         past = batch.past
-        assert past is not None and batch.position_ids is not None  # of a decode step
+        assert past is not None and batch.position_ids is not None  # a decode step has both
         return decode_step(
             self._transformer.embed(batch),
             self._weights,

@@ -140,7 +140,7 @@ def _store(
 
 
 class _Kept:
-    """Of a graph: its output, and what each replay adds to the ledger of each group."""
+    """A graph's output, and the counts that each replay adds to the ledger of each group."""
 
     def __init__(self, output: torch.Tensor):
         self.output = output
@@ -153,7 +153,7 @@ def _kept(captured: CapturedStep) -> _Kept:
 
 
 class RankTransformer(Transformer):
-    """What runs whole batches on a rank of a group. A batch may lie on the host alone."""
+    """A rank's transformer that takes whole batches, which may lie on the host alone."""
 
     def __init__(self, local: Transformer, graphs: PassGraphs | None):
         """local: this rank's part of the model.  graphs: of its passes, or None."""

@@ -96,9 +96,9 @@ def _ntk(spec: RotarySpec) -> torch.Tensor:
 
 def _llama3(spec: RotarySpec, plain: torch.Tensor) -> torch.Tensor:
     """Long wavelengths are stretched, short ones stay, those between are blended."""
-    num_turns = spec.original_positions * plain / (2 * math.pi)  # in the original context
+    turns_in_context = spec.original_positions * plain / (2 * math.pi)
     low, high = spec.low_freq_factor, spec.high_freq_factor
-    blend = ((num_turns - low) / (high - low)).clamp(0, 1)
+    blend = ((turns_in_context - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * plain / spec.factor + blend * plain
 
 

@@ -1,4 +1,4 @@
-"""sentence-transformers' modules.json: how token rows become one vector a text."""
+"""sentence-transformers' modules.json: how token rows become one vector per text."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,7 @@ from bytetx.ops.pooling import POOLING_MODES, pool
 from bytetx.ops.reference import activate, normalize_rows
 
 # torch's sigmoid, softplus, Mish and ELU round differently in their vector code and in the scalar
-# code for the last elements, so a row's result would depend on its place in the batch. exp, expm1,
+# code for the last elements, so a row's result would depend on its index in the batch. exp, expm1,
 # log1p and tanh in float32 do not.
 
 
@@ -206,19 +206,19 @@ Module = Dense | Projection | LayerNorm | Normalize | AutoEncoder
 
 @dataclass(frozen=True, slots=True)
 class SentenceSpec:
-    """What a checkpoint says about its embeddings.
+    """A checkpoint's settings for embeddings.
 
-    folder: with the files of the transformer; without its weights' changes, which a LoRA adapter
-    in the folder `adapter` has.  pooling: modes whose vectors are joined.
+    folder: the transformer's files; changes to its weights are in the folder `adapter` where a LoRA
+    adapter is used.  pooling: modes whose vectors are concatenated.
     is_declared: False where there is no modules.json: pooling is then sentence-transformers' own
     choice, the last token of a causal language model and the mean of others.
-    max_seq_length: sentence-transformers' limit in tokens.  modules: folder and config of what
-    follows pooling, in order; `load_modules` reads their weights.
-    splade: of a sparse encoder, how its logits are pooled.  max_active_dims: weights that a sparse
-    vector keeps.  multi_vector: of a model that gives a vector for each token.
-    truncate_dim: of a dense vector, after all modules, the numbers that are kept.
+    max_seq_length: sentence-transformers' limit in tokens.  modules: kind and folder of each module
+    after pooling, in order; `load_modules` reads their weights.
+    splade: how a sparse encoder pools its logits.  max_active_dims: weights that a sparse vector
+    keeps.  multi_vector: set where the model gives one vector per token.
+    truncate_dim: the leading numbers of a dense vector that are kept after all modules.
     similarity: the function that compares vectors, where the checkpoint names one.
-    logit_score: of a causal model that scores pairs.  static: the folder of a
+    logit_score: set where a causal model scores pairs.  static: the folder of a
     SparseStaticEmbedding, whose weights of tokens need no transformer.
     """
 
@@ -346,7 +346,7 @@ class _Entry:
 
     name: str
     path: Path
-    place: object
+    subfolder: object
 
     @property
     def kind(self) -> str:
@@ -354,7 +354,7 @@ class _Entry:
 
     @property
     def folder(self) -> Path:
-        return module_folder(self.path, self.place)
+        return module_folder(self.path, self.subfolder)
 
 
 def _entries(path: Path) -> list[_Entry]:
@@ -369,9 +369,9 @@ def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -
     spec = replace(spec, **_limits(settings))
     if "LogitScore" not in kinds:
         _refuse_chat(own, settings)
-    for place, (kind, entry) in enumerate(zip(kinds, entries, strict=True)):
+    for index, (kind, entry) in enumerate(zip(kinds, entries, strict=True)):
         path = entry.path
-        if (kind in TRANSFORMERS) != (place == 0):
+        if (kind in TRANSFORMERS) != (index == 0):
             raise CheckpointError(f"{path}: Transformer must be the first module, and only there")
         if kind == "Pooling":
             pooling = _pooling_config(entry.folder)
@@ -384,10 +384,10 @@ def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -
             score = read_logit_score(entry.folder, own, settings)
             spec = replace(spec, logit_score=score)
         elif kind == "Dropout":
-            _DROPOUT.read(path.parent / str(entry.place) / "config.json", may_be_absent=True)
+            _DROPOUT.read(path.parent / str(entry.subfolder) / "config.json", may_be_absent=True)
         elif kind in _AFTER_POOLING:
             # Normalize has no weights, older ones no files, and hubs drop empty folders.
-            module = entry.folder if kind != "Normalize" else path.parent / str(entry.place)
+            module = entry.folder if kind != "Normalize" else path.parent / str(entry.subfolder)
             if kind != "Normalize" or module.resolve() != own.resolve():  # there it is the model's
                 _SCHEMAS[kind].read(module / "config.json", may_be_absent=kind == "Normalize")
             spec = replace(spec, modules=(*spec.modules, (kind, module)))
@@ -432,7 +432,7 @@ def _refuse_chat(own: Path, settings: TransformerSettings) -> None:
 def load_modules(
     modules: Iterable[tuple[str, Path]], *, device: torch.device
 ) -> tuple[Module, ...]:
-    """What follows pooling, in f32 on the device: vectors are few, and their digits count."""
+    """Load the modules after pooling, in f32: vectors are few, and their precision matters."""
     return tuple(_AFTER_POOLING[kind](folder, device) for kind, folder in modules)
 
 

@@ -35,7 +35,8 @@ from bytetx.parallel.tp import TpGroup
 class ShardedBlocks:
     """The calls of LocalBlocks, made by all ranks at the same time with the same total rows."""
 
-    is_capturable = True  # by graphs that all ranks replay together
+    # All ranks replay their CUDA graphs together.
+    is_capturable = True
     shard: ModelShard | None
     hidden: range | None = None
     weight_gather: LayerGather | None = None
@@ -58,7 +59,7 @@ class ShardedBlocks:
         """
         workspace = self.group.workspace
         if workspace is None:
-            return  # on every rank
+            return  # the same decision on every rank
         has_all = workspace.memory is not None and all(map(_has_kernels, layers))
         lacking = torch.tensor([float(not has_all)], device=self.group.device)
         if self.group.collectives.all_reduce(lacking).item():
@@ -77,7 +78,8 @@ class ShardedBlocks:
 def _has_kernels(layer: LayerWeights) -> bool:
     """Empty shards have none."""
     for w in (layer.qkv, layer.ffn_in):
-        if w is None:  # of a layer with experts, whose sums collectives take
+        # A layer with experts has no ffn_in; collectives take its sums.
+        if w is None:
             continue
         assert isinstance(w, LinearWeight | GatedWeight)
         if not w.has_kernel or w.n == 0:

@@ -59,13 +59,13 @@ class SlottedTransformer(RankTransformer):
         if cache is None and on_layer is None:
             states = self._replay(batch, own, own_rows)
             if states is not None:
-                return self._gather(states, rows, *self._upload(rows.places()))
+                return self._gather(states, rows, *self._upload(rows.sources()))
         here = on_device(batch, self.embeddings.word.device)
-        places, index = self._upload(rows.places(), own_rows)
+        sources, index = self._upload(rows.sources(), own_rows)
         own_batch = take_sequences(here, own, index)
-        on_own = None if on_layer is None else (lambda x: on_layer(self._gather(x, rows, places)))
+        on_own = None if on_layer is None else (lambda x: on_layer(self._gather(x, rows, sources)))
         x = self._local.forward(own_batch, cache=cache, on_layer=on_own)
-        return self._gather(x, rows, places)
+        return self._gather(x, rows, sources)
 
     def _replay(
         self, batch: PackedBatch, own: Sequence[int], own_rows: np.ndarray
@@ -76,14 +76,14 @@ class SlottedTransformer(RankTransformer):
         own_batch = take_sequences(batch.host, own, torch.from_numpy(own_rows))
         return self._graphs.run(own_batch, captures=batch.allows_capture)
 
-    def _gather(self, x: torch.Tensor, rows: "_Rows", places: torch.Tensor) -> torch.Tensor:
+    def _gather(self, x: torch.Tensor, rows: "_Rows", sources: torch.Tensor) -> torch.Tensor:
         """This slot's rows, with or without more behind them -> those of the batch, in order."""
         sent = x[: rows.largest]
         if len(sent) < rows.largest:
             sent = x.new_empty((rows.largest, *x.shape[1:]))
             sent[: len(x)] = x
-        received = self._slots.all_gather_padded(sent.contiguous(), num_rows=len(places))
-        return received.index_select(0, places)
+        received = self._slots.all_gather_padded(sent.contiguous(), num_rows=len(sources))
+        return received.index_select(0, sources)
 
     def _assign(self, batch: PackedBatch) -> list[list[int]]:
         """The sequences of each slot; the same on every rank."""
@@ -103,15 +103,16 @@ class _Rows:
 
     def __init__(self, seqlens: np.ndarray, assigned: Sequence[Sequence[int]]):
         order = np.fromiter(chain.from_iterable(assigned), np.int64)
-        starts = np.cumsum(seqlens, dtype=np.int64) - seqlens  # in the batch
-        self._rows = rows_of(starts[order], seqlens[order])  # of all slots, one after the other
+        starts = np.cumsum(seqlens, dtype=np.int64) - seqlens
+        # The batch's rows in the order of the slots that have them.
+        self._rows = rows_of(starts[order], seqlens[order])
         self._counts = np.array([seqlens[own].sum(dtype=np.int64) for own in assigned])
         self._ends = self._counts.cumsum()
         self.largest = int(self._counts.max())
 
-    def places(self) -> np.ndarray:
-        """int32 [total_tokens]: of each row of the batch, where it is once `largest` rows of each
-        slot are gathered."""
+    def sources(self) -> np.ndarray:
+        """int32 [total_tokens]: the index of each batch row in what is gathered: `largest` rows per
+        slot."""
         slots = np.arange(len(self._counts))
         moved = slots * self.largest - (self._ends - self._counts)
         found = np.empty(len(self._rows), np.int32)
@@ -119,7 +120,7 @@ class _Rows:
         return found
 
     def of(self, slot: int) -> np.ndarray:
-        """int64, those of one slot's sequences."""
+        """int64, the rows of one slot's sequences."""
         return self._rows[self._ends[slot - 1] if slot else 0 : self._ends[slot]]
 
 

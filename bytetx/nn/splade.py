@@ -1,4 +1,4 @@
-"""SPLADE: masked-LM logits of packed tokens to one sparse vector a sequence, block by block."""
+"""SPLADE: masked-LM logits of packed tokens to one sparse vector per sequence, block by block."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -89,8 +89,8 @@ def splade(
     above 0.
 
     Neither a padded tensor of logits nor the logits of all tokens exist at any time. The number of
-    weights is known on the device alone, and the host waits for it: once a step on a GPU, where all
-    vectors of a step fit a block.
+    weights is known on the device alone, and the host waits for it: once per step on a GPU, where
+    all vectors of a step fit a block.
     """
     device = hidden_states.device
     itemsize, vocab_size = hidden_states.element_size(), head.decoder.n
@@ -117,9 +117,9 @@ def splade(
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Whole sequences, or one that is longer than a block and is cut into pieces of num_rows.
+    """Whole sequences, or one that is longer than a block and is cut into chunks of num_rows.
 
-    start: of its first row among all.  seqlens: int64 of its sequences.
+    start: index of its first row among all rows.  seqlens: int64, tokens of its sequences.
     """
 
     start: int
@@ -142,17 +142,17 @@ def _weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """f32 [num_sequences, vocab_size] of a block, and `largest` of each before it is activated."""
     total, is_max = int(block.seqlens.sum()), spec.strategy == "max"
-    pieces = []
+    chunks = []
     # The cuts depend on the sequence alone, and so does the order in which a sum is taken.
     for row in range(0, max(total, 1), block.num_rows):
         some = slice(block.start + row, block.start + min(row + block.num_rows, total))
         logits = head.forward(hidden_states[some])
         x = logits if is_max else _activate(logits.float(), spec)
         seqlens = block.seqlens if total <= block.num_rows else np.array([len(x)])
-        pieces.append(_reduce(x, seqlens, is_max=is_max))
-    reduced = pieces[0]
-    for piece in pieces[1:]:
-        reduced = torch.maximum(reduced, piece) if is_max else reduced + piece
+        chunks.append(_reduce(x, seqlens, is_max=is_max))
+    reduced = chunks[0]
+    for chunk in chunks[1:]:
+        reduced = torch.maximum(reduced, chunk) if is_max else reduced + chunk
     extreme = largest(reduced)
     # The activation only rises, so that it may follow the maximum.
     return (_activate(reduced, spec) if is_max else reduced), extreme

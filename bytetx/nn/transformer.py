@@ -134,7 +134,7 @@ class Transformer:
         """Whether no kernel's shape depends on the lengths, as a CUDA graph for any needs."""
         word, head_dim = self.embeddings.word, self.spec.head_dim
         fits = is_planned(word.dtype, head_dim, word.device)
-        if self.spec.is_causal:  # its steps over pages hold prefill pieces of any length
+        if self.spec.is_causal:  # its steps over pages hold prefill chunks of any length
             fits = fits and launches_by_sizes(
                 word.dtype,
                 num_heads=self.blocks.num_heads,

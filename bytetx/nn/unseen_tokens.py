@@ -16,8 +16,8 @@ from bytetx.packed import PackedBatch
 def why_no_unseen_tokens(transformer: Transformer, *, length: int) -> str | None:
     """Why a model cannot hide tokens of sequences of `length` tokens; None where it can.
 
-    The pass gives unseen tokens places of their own: attention must not depend on where in a
-    sequence a token lies, but through its position's embedding or rotation.
+    The pass moves unseen tokens to rows of their own: attention must depend on a token's position
+    through its embedding or rotation alone, not on its index in the sequence.
     """
     spec: ModelSpec = transformer.spec
     layer_spec = transformer.layers.layer_spec
@@ -85,7 +85,8 @@ class _Layout:
 
 def _layout(seqlens: np.ndarray, num_unseen: np.ndarray) -> _Layout:
     rows, lengths, targets, sources, order = [], [], [], [], []
-    start, done = 0, 0  # of a sequence in the batch, and of its rows in the pass
+    # The first row of a sequence in the batch, and of its rows in the pass.
+    start, done = 0, 0
     for length, unseen in zip(seqlens.tolist(), num_unseen.tolist(), strict=True):
         seen = length - unseen
         copies = -(-unseen // seen)

@@ -44,7 +44,8 @@ class WeightGather:
         self._shards: list[LayerShard] = []
         self._slots: list[Tensor] = []
         self._pending: Work | ShardCopies | None = None
-        self._region: Tensor | None = None  # of all this rank's shards, for peers to read
+        # One allocation with all shards of this rank, which peers read.
+        self._region: Tensor | None = None
         self._num_kept = 0
         self._copies: ShardCopies | None = None
         self._holds_first = False
@@ -56,7 +57,7 @@ class WeightGather:
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's shards, without the slots."""
+        """Bytes of this rank's shards, without the slots."""
         shards = {id(shard): shard.numbers.nbytes for shard in self._shards}
         return sum(shards.values())
 
@@ -130,7 +131,7 @@ class WeightGather:
 
     def begin(self) -> None:
         """Before the first layer of a pass."""
-        if self._pending is not None:  # of a pass that failed
+        if self._pending is not None:  # left by a pass that failed
             self._pending.wait()
             self._pending = None
         if self._wraps:
@@ -190,12 +191,12 @@ class ShardCopies:
 
     def start(self, received: Tensor, i: int) -> "ShardCopies":
         """Begins to copy layer i into received, after what the current stream has been given."""
-        pieces = received.view(len(self._regions), -1)
-        place = slice(self._starts[i], self._starts[i] + pieces.shape[1])
+        shards = received.view(len(self._regions), -1)
+        shard_bytes = slice(self._starts[i], self._starts[i] + shards.shape[1])
         self._side.wait_stream(torch.cuda.current_stream())
         with OnStream(self._side):
             for source in self._order:
-                pieces[source].copy_(self._regions[source][place])
+                shards[source].copy_(self._regions[source][shard_bytes])
         return self
 
     def wait(self) -> None:
