@@ -120,7 +120,7 @@ def tune_layer(n: int, k: int, epilogue: str, dtype: str) -> Iterator[dict[str, 
         n in WIDTHS and _norms_faster(shape, alone, fused, left=is_left)
         for shape, alone, fused, is_left in zip(shapes, plain, best, left, strict=True)
     ]
-    flags = {"left_to_norm": left, **({"normalized": normalized} if n in WIDTHS else {})}
+    flags = {"residual_in_norm": left, **({"normalized": normalized} if n in WIDTHS else {})}
     yield {**head, "epilogue": RESIDUAL, **_plans(best, flags)}
 
 

@@ -239,7 +239,7 @@ def _flash(
 ) -> Tensor:
     """FlashAttention as torch ships it: f16, bf16, head_dim a multiple of 8 up to 256, no cap.
 
-    Called below torch.nn.attention.varlen, whose custom op costs microseconds a call and whose
+    Called below torch.nn.attention.varlen, whose custom op costs microseconds per call and whose
     signature moved between torch 2.10 and 2.13.
     """
     attended: Tensor = torch.ops.aten._flash_attention_forward(
@@ -280,7 +280,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor | No
 
 
 def _are_operands(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> bool:
-    """Whether these pass _check_operands for sure, in a quarter of its time (2 us a call)."""
+    """Whether these pass _check_operands for sure, in a quarter of its time (2 us per call)."""
     is_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not (is_tensors and isinstance(cu_seqlens, Tensor)):
         return False

@@ -148,7 +148,7 @@ def run_planned(
 
 
 def takes_triton(q: Tensor, *, is_plain: bool) -> bool:
-    """Whether Triton's kernel computes this call, in place of the native one, and is the fastest.
+    """Whether Triton's kernel computes this call instead of the native one, and is the fastest.
 
     In f32 it multiplies without tensor cores: torch's own is faster where nothing is masked, no
     score is changed (is_plain) and head_dim is a multiple of 4.

@@ -1,4 +1,4 @@
-"""What runs each op on this machine, and why nothing faster does."""
+"""Report of the backend that runs each op on this machine, and why no faster one does."""
 
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -39,7 +39,8 @@ OPS = (
 )
 # FP8, and GEMMs that carry communication.
 _GPU_OPS = ("quantize_rows", *OPS[OPS.index("fp8_linear") :])
-_CUDA_KERNELS = {  # where the kernel's name is another
+# Ops whose CUDA kernel has another name.
+_CUDA_KERNELS = {
     "varlen_attention": "planned_attention",
     "paged_attention": "planned_paged_attention",
 }
@@ -47,7 +48,7 @@ _CUDA_KERNELS = {  # where the kernel's name is another
 
 @dataclass(frozen=True, slots=True)
 class OpBackend:
-    """What runs one op on each kind of device; begins with "none" where nothing does."""
+    """The backend of one op on each kind of device; begins with "none" where there is none."""
 
     op: str
     cpu: str
@@ -56,7 +57,7 @@ class OpBackend:
 
 @dataclass(frozen=True, slots=True)
 class BackendReport:
-    """What backs bytetx on this machine."""
+    """The backends that bytetx has on this machine."""
 
     cpu: str  # processor and instruction set, or why _cpu does not load
     cuda: str  # the architecture that _cuda holds code for, or why it does not load
@@ -105,7 +106,7 @@ def _backing(op: str, device: torch.device) -> str:
 
 
 def _backing_on_cpu(isa: str | None, why_not: str | None, device: torch.device) -> str:
-    """Of an op that only the CPU's core has."""
+    """The backend of an op that only the CPU's native core has."""
     if device.type == "cuda":
         return "none: on CPUs alone"
     return f"none: {why_not}" if isa is None else f"native, {isa}"

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from bytetx.ops import native
 
-_COLUMNS = 32  # of csrc/cpu/bf16_linear.h: outputs of a panel
+_COLUMNS = 32  # outputs per panel, as in csrc/cpu/bf16_linear.h
 _CPU = torch.device("cpu")
 
 

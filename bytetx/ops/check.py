@@ -13,7 +13,7 @@ MAX_ROW_WIDTH = 16384  # kMaxRowWidth in csrc/cpu/rows.h
 
 
 def describe(value: object) -> str:
-    """What was given, for an error text: a tensor's dtype, shape and device, or the type."""
+    """Describe an argument in an error text: a tensor's dtype, shape and device, or the type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
@@ -125,6 +125,6 @@ def addresses(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def require_softcap(softcap: float) -> None:
-    """Of attention scores: 0 for none, or a positive number."""
+    """Refuse a softcap of attention scores that is neither 0 (none) nor positive and finite."""
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap must be 0 (none) or a positive finite number, got {softcap}")

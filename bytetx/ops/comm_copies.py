@@ -23,25 +23,25 @@ from bytetx.ops.linear import LinearWeight
 class CopyMemory:
     """The region of every rank that copies write to.
 
-    memory: PeerMemory.  places: each rank's region, as addresses on this device.  own: this rank's
-    region, uint8.  side: the stream of copies.
+    memory: PeerMemory.  addresses: each rank's region, as this device addresses it.  own: this
+    rank's region, uint8.  side: the stream of copies.
     """
 
     memory: object
-    places: tuple[int, ...]
+    addresses: tuple[int, ...]
     own: Tensor
     side: torch.cuda.Stream
     rank: int
 
     @property
     def size(self) -> int:
-        return len(self.places)
+        return len(self.addresses)
 
     def rows(self, first: int, count: int, like: Tensor) -> Tensor:
         """Rows of this rank's region, in the width and dtype of `like`."""
         row_bytes = like.shape[1] * like.itemsize
-        piece = self.own[first * row_bytes : (first + count) * row_bytes]
-        return piece.view(like.dtype).view(count, like.shape[1])
+        rows = self.own[first * row_bytes : (first + count) * row_bytes]
+        return rows.view(like.dtype).view(count, like.shape[1])
 
     def barrier(self) -> None:
         """Returns (on the stream) when every rank's region may be written."""
@@ -56,7 +56,7 @@ class CopyMemory:
         native.require_kernel("send_copy", self.own.device)(
             self.memory,
             to,
-            self.places[to] + first * row_bytes,
+            self.addresses[to] + first * row_bytes,
             rows.data_ptr(),
             rows.numel() * rows.itemsize,
             device,
@@ -96,7 +96,8 @@ def all_gather_gemm(
     is_fused = activation == "gelu_tanh" and plain.bias is not None and plain is w and x.is_cuda
     multiply = _multiply_gelu if is_fused else _multiply
     multiply(x, plain, d[own:end])
-    for step in range(1, copies.size):  # in the order of arrival
+    # The copies arrive in this order.
+    for step in range(1, copies.size):
         source = (copies.rank + step) % copies.size
         first, last = row_offsets[source], row_offsets[source + 1]
         copies.wait([source])

@@ -1,4 +1,4 @@
-"""What follows the sum of all ranks' partial products: bias, residual and norm."""
+"""Epilogue of the sum of all ranks' partial products: bias, residual and norm."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -18,12 +18,12 @@ from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 from bytetx.ops.native_params import LinearParams, NormParams
 
 TIMEOUT_CYCLES = 20_000_000_000  # a kernel waits for another rank: about ten seconds of an H200
-_MAX_FEATURES = 16384  # of a row that is summed and normalized in registers
-_GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
+_MAX_FEATURES = 16384  # the longest row that is summed and normalized in registers
+_GIVEN_UP_WORD = 8  # index into epochs: kGivenUpWord in csrc/comm_ops.h
 # A staging buffer of gemm_all_reduce behind the flags, one for odd and one for even calls.
 STAGING_BYTES = 36 << 20  # 703 rows of 12288 features in two exchanges
 STAGING_FLAG = 32768  # kStaging of csrc/comm/peers.cuh: behind flags and counters
-_QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls each
+_QUARTERS = 4  # a buffer's parts: gathered rows and slots, for odd and for even calls each
 
 
 def peer_memory(
@@ -36,7 +36,7 @@ def peer_memory(
     fault: Tensor,
     rank: int,
 ) -> object | None:
-    """What every kernel call is told about the group; None where there are no kernels.
+    """The description of the group that every kernel call takes; None where there are no kernels.
 
     fault: int32 [6] in pinned memory, where a kernel whose wait timed out writes a PeerFault.
     """
@@ -185,7 +185,7 @@ def sum_copies(
 
 
 def _of_product(product: Tensor, rows: int) -> LinearParams:
-    """Of kernels behind another GEMM: its product, and no operands."""
+    """Parameters for a kernel that follows another GEMM: its product, and no operands."""
     dtype = native.DTYPE_CODES[product.dtype]
     return LinearParams(
         0, 0, residual=product.data_ptr(), m=rows, n=product.shape[1], k=8, dtype=dtype
@@ -247,7 +247,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def fault_text(fault: Tensor) -> str | None:
-    """What a kernel whose wait timed out has written, in words; None where none has."""
+    """The error text for a kernel whose wait timed out; None where none has."""
     is_set, rank, source, flag, seen, expected = fault[:6].tolist()
     if not is_set:
         return None

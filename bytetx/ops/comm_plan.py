@@ -196,7 +196,7 @@ def _by_rule(layer: Layer, m: int) -> CommPlan:
         return _small_m_by_rule(m, layer.n, layer.k)
 
     def work(plan: CommPlan) -> float:
-        """Of the busiest SM."""
+        """The work of the busiest SM, in columns of tiles."""
         columns, factor = _SHARDED_TILES[str(plan.tile)]
         tiles = -(-m // 128) * -(-layer.n // columns)
         is_gather = layer.op == "all_gather_gemm"

@@ -50,7 +50,7 @@ class Workspace:
 
 
 # Flag words of a rank, for all fused ops together: two kinds, odd and even calls, 8 ranks, and for
-# each of them 1023 counters of tiles or pieces of 128 rows that one rank owns; then the staging
+# each of them 1023 counters of tiles or chunks of 128 rows that one rank owns; then the staging
 # buffers.
 NUM_FLAGS = comm_kernels.STAGING_FLAG + 2 * comm_kernels.STAGING_BYTES // 4
 _NUM_EPOCHS = 16  # words that kernels count calls in

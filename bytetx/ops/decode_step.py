@@ -80,7 +80,7 @@ class StepWeights:
 
     @property
     def workspace_bytes(self) -> int:
-        """Of make_workspace(); 0 where no kernel takes these weights."""
+        """Bytes that make_workspace() allocates; 0 where no kernel takes these weights."""
         return self.bytes_of_sizes if self._has_known_shapes() else 0
 
     @property
@@ -132,7 +132,7 @@ class StepWeights:
 
 
 def make_workspace(w: StepWeights) -> Tensor:
-    """What decode_step's calls need, one after another, on one stream."""
+    """Allocate the scratch memory of decode_step's calls, which run in turn on one stream."""
     return torch.zeros(w.workspace_bytes, dtype=torch.uint8, device=w.final_norm.device)
 
 

@@ -18,7 +18,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 _SCALE_STEPS = 16  # scales of a weight's row that are tried
 
-_NUM_SMS = 132  # of an H200
+_NUM_SMS = 132  # an H200 has as many
 _MAX_PLANS = 4096
 # Products of an SM in a given time with each tiling, the best one's as 1 (H200, k = 768 and 3072).
 _RATES = {"128x128": 1.0, "64x128": 0.8, "64x64": 0.6}
@@ -31,7 +31,7 @@ class Fp8LinearWeight:
     rows: Tensor  # float8_e4m3fn [n, k]
     scale: Tensor  # f32 [n]
     bias: Tensor | None  # f32 [n]
-    dtype: torch.dtype  # of results: f16 or bf16
+    dtype: torch.dtype  # the results' dtype: f16 or bf16
 
     @property
     def n(self) -> int:
@@ -171,5 +171,5 @@ def plan_fp8_linear(m: int, n: int) -> Tiling:
 
 @cache
 def tilings() -> tuple[Tiling, ...]:
-    """What the kernel can do; empty where there is none."""
+    """The tilings that the kernel was built with; empty where there is no kernel."""
     return tuple(Tiling(i, *row) for i, row in enumerate(native.fp8_linear_tilings()))

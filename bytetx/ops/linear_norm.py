@@ -87,7 +87,7 @@ def takes_kernel(
 
 
 def make_workspace(m: int, n: int, device: torch.device) -> Tensor:
-    """What run_kernel's calls on m rows or fewer need, one after another."""
+    """Allocate the scratch memory of run_kernel's calls on at most m rows, one call at a time."""
     num_bytes = native.linear_norm_workspace_bytes(m, n)
     return torch.full((num_bytes,), 255, dtype=torch.uint8, device=device)
 
@@ -106,6 +106,6 @@ def _workspace_for(
     if key not in _workspaces:
         needs_memory = native.linear_norm_workspace_bytes(m, w.n) > 0
         if needs_memory and torch.cuda.is_current_stream_capturing():
-            return None  # what a graph allocates is filled when it runs, and not before
+            return None  # memory that a graph allocates is filled only when the graph runs
         _workspaces[key] = make_workspace(key[0], w.n, x.device)
     return _workspaces[key]

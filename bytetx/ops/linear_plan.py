@@ -28,8 +28,8 @@ GATED = "gated"
 # A line holds for so many times the most rows that it was measured with; then the rule does.
 _BEYOND = 2
 _MAX_PLANS = 4096  # kept; batches come in few sizes
-_NUM_SMS = 132  # of an H200, on which the table was measured
-_USED_SMS = {3: 117, 4: 120, 6: 114, 8: 120}  # by clusters of so many CTAs
+_NUM_SMS = 132  # an H200's, on which the table was measured
+_USED_SMS = {3: 117, 4: 120, 6: 114, 8: 120}  # CTAs per cluster -> SMs that such clusters fill
 # Few rows of logits of a large vocabulary are cuBLAS's: 151936 x 1024, bf16, takes it 88 us for 8
 # rows and 123 for 256, small-m tiles 117 to 194, those for many 120 from 256 rows on (H200).
 _WORDS, _WORDS_ROWS = 1 << 16, 256
@@ -39,9 +39,10 @@ _SPLIT_FEATURES = 128  # k that each of several CTAs of a tile has at least
 # Rows for which a tiling that serves all numbers of rows is chosen.
 _INVARIANT_ROWS = (32, 128, 512, 2048, 8192, 32768)
 
-# Of the prediction: microseconds of a launch, and of a block of features of a tile, which is as
-# long as its products or its operands' way from L2 take. Products: of one SM at full clock, and
-# where all SMs together draw all power that the GPU may; what is idle in the last wave draws none.
+# Constants of the prediction: microseconds per launch, and per block of a tile's features, which
+# takes as long as its products or as its operands' way from L2. Time per product: of one SM at full
+# clock, and where all SMs together draw all power that the GPU may; SMs that are idle in the last
+# wave draw none.
 _BLOCK_FEATURES = 64
 _START_US = 1.33
 _CLOCK_SUM_US = 2.35e-5
@@ -59,9 +60,9 @@ _L2_BYTES = 24 << 20
 # and features).
 _TURNS_FROM_ROWS = 129
 _TURNS = 1.4
-_PUSH_US = 2.34e-4  # of a sum that CTAs share
-_ROUND_US = 0.66  # of CTAs that begin when others have ended
-_PAIR_US = 0.05  # of pairs: faster for some sizes, which the table names
+_PUSH_US = 2.34e-4  # per sum that several CTAs share
+_ROUND_US = 0.66  # per wave of CTAs that begin when others have ended
+_PAIR_US = 0.05  # per round of tiles in pairs: faster for some sizes, which the table names
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,13 @@ class LinearPlan:
 class Line:
     """A line of the table.
 
-    plans: (most rows, tiling, split_k) by rising rows.  left_to_norm: those of the rows for which
-    a residual costs less where the norm behind the product reads it.  normalized: those for which
-    the product, a residual and a layer norm are fastest as one kernel.
+    plans: (most rows, tiling, split_k) by rising rows.  residual_in_norm: those of the rows for
+    which a residual costs less where the norm behind the product reads it.  normalized: those for
+    which the product, a residual and a layer norm are fastest as one kernel.
     """
 
     plans: tuple[tuple[int, str, int], ...]
-    left_to_norm: frozenset[int] = frozenset()
+    residual_in_norm: frozenset[int] = frozenset()
     normalized: frozenset[int] = frozenset()
 
 
@@ -117,7 +118,7 @@ def plan_linear(m: int, n: int, k: int, *, dtype: str, epilogue: str) -> LinearP
     """The plan of the product [m, k] x [k, n].
 
     dtype: "fp16" or "bf16".  epilogue: "bias", "gelu", "residual" or "gated".
-    Rows fall into the table's buckets, so that a row's bits change with m at few places.
+    Rows fall into the table's buckets, so that a row's bits change at few values of m.
     """
     line = _line_or_stand_in(n, k, dtype, epilogue)
     if line is None and n >= _WORDS and m <= _WORDS_ROWS:
@@ -142,7 +143,7 @@ def leaves_residual(m: int, n: int, k: int, *, dtype: str) -> bool:
     if line is None:
         return not tilings()
     rows = [most for most, _, _ in line.plans]
-    return rows[_bucket(m, rows)] in line.left_to_norm
+    return rows[_bucket(m, rows)] in line.residual_in_norm
 
 
 @lru_cache(_MAX_PLANS)
@@ -191,12 +192,12 @@ def gating_tilings() -> list[Tiling]:
 
 @cache
 def tilings() -> tuple[Tiling, ...]:
-    """What the kernel can do; empty where there is none."""
+    """The tilings that the kernel was built with; empty where there is no kernel."""
     return tuple(Tiling(i, *row) for i, row in enumerate(native.linear_tilings()))
 
 
 def _line(n: int, k: int, dtype: str, epilogue: str) -> Line | None:
-    """What was measured in this dtype, or in f16: bf16 takes the same time but for its power."""
+    """The line measured in this dtype, or in f16: bf16 differs in time only by its power."""
     return _table().get((n, k, dtype, epilogue)) or _table().get((n, k, "fp16", epilogue))
 
 
@@ -213,7 +214,7 @@ def _line_or_stand_in(n: int, k: int, dtype: str, epilogue: str) -> Line | None:
 
 
 def _bucket(m: int, rows: Sequence[int]) -> int:
-    """The place of the first of the rising `rows` that holds m, or the last place."""
+    """The index of the first of the rising `rows` that holds m, or the last index."""
     return min(bisect_left(rows, m), len(rows) - 1)
 
 
@@ -224,7 +225,7 @@ def _table() -> dict[tuple[int, int, str, str], Line]:
     return {
         (line["n"], line["k"], line["dtype"], line["epilogue"]): Line(
             plans=tuple((rows, name, split_k) for rows, name, split_k in line["plans"]),
-            left_to_norm=frozenset(line.get("left_to_norm", ())),
+            residual_in_norm=frozenset(line.get("residual_in_norm", ())),
             normalized=frozenset(line.get("normalized", ())),
         )
         for line in json.loads(text)["lines"]
@@ -245,19 +246,19 @@ def ranked_plans(able: Sequence[Tiling], m: int, n: int, k: int) -> list[tuple[f
 
 
 def _predicted_us(tiling: Tiling, split_k: int, m: int, n: int, k: int) -> float:
-    """Of an H200: whole tiles, the spare rows and columns included, in whole waves.
+    """Predicted time on an H200: whole tiles, spare rows and columns included, in whole waves.
 
-    Fitted to what the plans of 220 products of BERT's sizes take, and of 125 of Llama's and
-    GPT-3's: the plan that it chooses takes 3 % more in the mean than the fastest, and up to 28 %,
-    of the large ones 1.3 and 11 %.
+    Fitted to the times of plans for 220 products of BERT's sizes, and for 125 of Llama's and
+    GPT-3's: the chosen plan takes 3 % more than the fastest in the mean and at most 28 %; for the
+    large products 1.3 % and 11 %.
     """
     if not tiling.is_small_m:
         return _predicted_many_us(tiling, m, n, k)
     waves = -(-tiling.num_tiles(m, n) * split_k // _USED_SMS.get(split_k, _NUM_SMS))
     blocks = -(-k // (_BLOCK_FEATURES * split_k))
     sums = tiling.rows * tiling.columns
-    rows = min(tiling.rows, m)  # that are fetched
-    block_us = max(sums * _SUM_US, (rows + tiling.columns) * _ROW_US)
+    fetched_rows = min(tiling.rows, m)
+    block_us = max(sums * _SUM_US, (fetched_rows + tiling.columns) * _ROW_US)
     if waves > 1 and m >= _TURNS_FROM_ROWS and 2 * n * k > _L2_BYTES:
         block_us *= _TURNS
     joining_us = 0.0 if split_k == 1 else sums * _PUSH_US

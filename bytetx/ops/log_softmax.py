@@ -11,7 +11,7 @@ _ALIGNED_COLUMNS = 4
 def log_softmax(logits: Tensor) -> Tensor:
     """f32 [n, vocab_size], over the last dim of logits [n, vocab_size].
 
-    A row's bits do not depend on its place: on a GPU, rows get columns of -inf where that makes
+    A row's bits do not depend on its index: on a GPU, rows get columns of -inf where that makes
     each of them start at 16 bytes, and the result is a view without them.
     """
     x, columns = logits.float(), logits.shape[1]

@@ -153,7 +153,7 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sums(x: Tensor, seqlens: np.ndarray) -> Tensor:
-    """Of consecutive rows of x [total_tokens, n]: [len(seqlens), n]."""
+    """Sums of consecutive rows of x [total_tokens, n]: [len(seqlens), n]."""
     if len(seqlens) and (seqlens == seqlens[0]).all():
         return x.reshape(len(seqlens), int(seqlens[0]), x.shape[1]).sum(dim=1)
     lengths = torch.from_numpy(seqlens).to(x.device)

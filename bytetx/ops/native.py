@@ -40,7 +40,8 @@ def _load_modules() -> dict[str, ModuleType | str]:
 _modules = _load_modules()
 
 
-_lookups: list[Callable[[], None]] = []  # what forgets each answer that depends on the modules
+# Clear the caches of answers that depend on the modules.
+_lookups: list[Callable[[], None]] = []
 
 
 def cached_lookup(fn: Callable[P, T]) -> Callable[P, T]:
@@ -109,7 +110,7 @@ def linear_tilings() -> list[tuple[str, int, int, bool]]:
 
 
 def linear_norm_workspace_bytes(m: int, n: int) -> int:
-    """What the kernel `linear_norm` needs for m rows of n columns; 0 where it is not built."""
+    """Bytes that the kernel `linear_norm` needs for m rows of n columns; 0 if it is not built."""
     module = _modules["cuda"]
     return 0 if isinstance(module, str) else int(module.linear_norm_workspace_bytes(m, n))
 
@@ -117,7 +118,7 @@ def linear_norm_workspace_bytes(m: int, n: int) -> int:
 def decode_step_workspace_bytes(
     device: torch.device, hidden_size: int, inner_size: int, num_heads: int, num_kv_heads: int
 ) -> int:
-    """What the kernel `decode_step` needs; 0 where it is not built, or takes no such sizes."""
+    """Bytes that the kernel `decode_step` needs; 0 where it is not built or refuses these sizes."""
     if kernel("decode_step", device) is None:
         return 0
     index = launch_args(device)[0]

@@ -71,7 +71,7 @@ def _norm(
     residual: Tensor | None,
     outs: tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None],
 ) -> Tensor:
-    """What both norms share; biases: the bias argument where the norm has one."""
+    """The body of both norms; biases: the bias argument where the norm has one."""
     bias = biases[0] if biases else None
     out, sum_out, fp8_out = outs
     _check(x, weight, bias, residual, out)
@@ -149,9 +149,9 @@ def _store(
     sum_out: Tensor | None,
     fp8_out: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """What a kernel does with `normalized`, in torch; sum_out comes first, for out may be x."""
+    """Store `normalized` in torch as a kernel would; sum_out comes first, for out may be x."""
     if sum_out is not None:
-        assert residual is not None  # as checked
+        assert residual is not None  # the caller has checked it
         sum_out.copy_(x.float() + residual.float())
     if fp8_out is not None:
         _store_fp8(normalized, fp8_out)

@@ -1,4 +1,4 @@
-"""Ids of a padded batch, places for its packed rows, and the tables that the ids are for."""
+"""Ids of a padded batch, memory for its packed rows, and the tables that the ids are for."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PaddedIds:
-    """What a caller gave for a padded batch; the columns of each tensor are contiguous.
+    """A caller's tensors for a padded batch; the columns of each tensor are contiguous.
 
     input_ids: int32 or int64 [num_rows, num_columns].
     mask: [num_rows, num_columns] of any dtype but complex, non-zero = token; None: all are tokens.

@@ -37,7 +37,7 @@ def pack_padded(
 ) -> Tensor | None:
     """Writes the tokens of a padded batch behind one another; nothing waits for the GPU.
 
-    num_texts: places for texts; those behind the batch's rows are empty.  The sequences after them
+    num_texts: sequences for texts; those past the batch's rows are empty.  The sequences after them
     are fillers of at most filler_tokens tokens each, over the rows that are no token of the batch:
     token 0 at position 0.  packed must have room for the tokens, and fillers for the rest.
     position_offset: position id of the first column.  Where it is not 0, the token
@@ -47,8 +47,8 @@ def pack_padded(
     each row counts those before it.
     bad_ids: int32 [3] that an id of the batch's tokens is written to where it is outside of
     `tables` (see bytetx.ops.embedding.embed).
-    Returns int32 [num_rows * num_columns], the packed row of each place and -1 at pads; None where
-    there is no mask.  Ids beyond int32 become the nearest int32.
+    Returns int32 [num_rows * num_columns], the packed row of each padded position, -1 at pads; None
+    where there is no mask.  Ids beyond int32 become the nearest int32.
     Raises ValueError on shape, dtype or device mismatch.
     """
     _check(padded, packed, num_texts=num_texts, seqlens=seqlens)
@@ -70,8 +70,8 @@ def pack_padded(
 def unpack_padded(x: Tensor, rows: Tensor) -> Tensor:
     """x[rows], with zeros where rows is -1.
 
-    x: [num_tokens, width], contiguous.  rows: int32 [num_places], below num_tokens.
-    Returns a new [num_places, width] of x's dtype.  Raises ValueError on shape, dtype or device
+    x: [num_tokens, width], contiguous.  rows: int32 [num_padded], below num_tokens.
+    Returns a new [num_padded, width] of x's dtype.  Raises ValueError on shape, dtype or device
     mismatch.
     """
     require_tensor("x", x, shape=(None, None))

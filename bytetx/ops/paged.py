@@ -48,7 +48,7 @@ def paged_attention(
     early_read: EarlyRead = EarlyRead.NOTHING,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of each sequence's last tokens over all its keys: prefill pieces and decode.
+    """Causal attention of each sequence's last tokens over all its keys: prefill chunks and decode.
 
     q: [total_tokens, num_heads, head_dim], f32, bf16 or f16, heads and features contiguous in each
     row.  k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim] in q's dtype, contiguous;

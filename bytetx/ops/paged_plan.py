@@ -20,7 +20,7 @@ _ALIGNMENT_BYTES = 16
 
 
 class EarlyRead(IntEnum):
-    """What a call may read before the preceding kernel of its stream has ended.
+    """Tensors that a call may read before the preceding kernel of its stream has ended.
 
     That kernel does not write it; the call begins early by programmatic dependent launch (PDL).
     """
@@ -65,7 +65,7 @@ def plan_paged_attention(
     total_tokens: rows of q; where it is more than cu_seqlens[-1], the rows past that are padding,
     which nobody reads or writes.  max_seqlen, max_kv_seqlen: tokens, of the longest or more.
     num_heads, num_kv_heads, head_dim, window: as the calls that will use the plan.
-    batch_invariant: one kernel runs decode rows and prefill pieces, so that a row's bits depend on
+    batch_invariant: one kernel runs decode rows and prefill chunks, so that a row's bits depend on
     its own keys alone; see has_invariant_kernel.
     Costs one small kernel and no synchronisation, so that a captured graph can hold it.
     """
@@ -137,7 +137,7 @@ def fits_kernel(num_heads: int, num_kv_heads: int, head_dim: int, max_seqlen: in
 def has_invariant_kernel(
     num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
 ) -> bool:
-    """Whether decode rows and prefill pieces of these heads can go through one native kernel."""
+    """Whether decode rows and prefill chunks of these heads can go through one native kernel."""
     if not has_paged_kernel(device) or not fits_kernel(num_heads, num_kv_heads, head_dim, 2):
         return False
     return int(_kernels(device).tile_tokens(num_heads, num_kv_heads, head_dim)) > 0

@@ -1,4 +1,4 @@
-"""One vector a sequence from packed rows: checks, choice of kernel."""
+"""One vector per sequence from packed rows: checks, choice of kernel."""
 
 import torch
 from torch import Tensor

@@ -90,7 +90,7 @@ def disentangled_attention(
         scores = qs @ ks.transpose(2, 3)
         if pos_k is not None:
             scores = scores + (qs @ pos_k.float().permute(1, 2, 0)).gather(3, index)
-        if pos_q is not None:  # of key j, the bucket of i - j
+        if pos_q is not None:  # for query i, key j scores with the bucket of i - j
             of_keys = (ks @ pos_q.float().permute(1, 2, 0)).gather(3, index.transpose(2, 3))
             scores = scores + of_keys.transpose(2, 3)
         attended = torch.softmax(scores * softmax_scale, dim=-1) @ vs
@@ -119,7 +119,7 @@ def _runs(cu_seqlens: list[int], *, merge: bool) -> Iterator[tuple[int, int, int
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """What is added to the scores of one sequence."""
+    """The mask and bias that are added to the scores of one sequence."""
 
     causal: bool
     window: int
@@ -152,7 +152,7 @@ def _attend(
     count, num_heads, seqlen = q.shape[:3]
     num_blocks = num_heads * seqlen * (count if softcap else 1)
     block_rows = max(1, _MAX_BIAS_ELEMENTS // num_blocks)
-    pieces = [
+    blocks = [
         _attend_masked(
             q[:, :, first : first + block_rows],
             k,
@@ -163,7 +163,7 @@ def _attend(
         )
         for first in range(0, seqlen, block_rows)
     ]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=2)
 
 
 def _attend_masked(
@@ -285,7 +285,7 @@ def _silu_cpu(x: Tensor) -> Tensor:
 
 
 _ON_CPU = {"gelu": _gelu_cpu, "gelu_tanh": _gelu_tanh_cpu, "silu": _silu_cpu}
-_ROWS_IN_F32 = 256  # whose f32 copies are small beside what a layer holds
+_ROWS_IN_F32 = 256  # so few that their f32 copies are small beside a layer's activations
 
 
 def linear(
@@ -297,7 +297,7 @@ def linear(
 
 
 def _activate_in_place(x: Tensor, activation: str) -> Tensor:
-    """activate, whose result takes the place of x: rows of an inner layer are not held twice."""
+    """activate, whose result overwrites x: rows of an inner layer are not held twice."""
     if activation == "none":
         return x
     if activation in ("relu", "tanh"):
@@ -426,7 +426,7 @@ def pool(
     first_tokens: Tensor | None = None,
     normalize: bool = False,
 ) -> Tensor:
-    """One f32 vector a sequence; see ops.pooling.pool.  Never synchronises with the device."""
+    """One f32 vector per sequence; see ops.pooling.pool.  Never synchronises with the device."""
     if x.shape[0] == 0:
         return torch.zeros(cu_seqlens.numel() - 1, x.shape[1], device=x.device)
     offsets = cu_seqlens.long()
@@ -456,10 +456,12 @@ def _reduce_segments(
     Sums are f64: segment_reduce adds row after row, which in f32 loses digits on long sequences.
     """
     seqlens = offsets.diff()
+    # The index of each token in its sequence.
     index = torch.arange(x.shape[0], device=x.device) - torch.repeat_interleave(
         offsets[:-1], seqlens, output_size=x.shape[0]
-    )  # of each token in its sequence
-    is_kept = index >= torch.repeat_interleave(skipped, seqlens, output_size=x.shape[0])
+    )
+    num_skipped = torch.repeat_interleave(skipped, seqlens, output_size=x.shape[0])
+    is_kept = index >= num_skipped
     if mode == "max":
         x = torch.where(is_kept[:, None], x, float("-inf"))
         return torch.segment_reduce(x, "max", offsets=offsets, axis=0, unsafe=True)
@@ -500,9 +502,9 @@ def pack_padded(
     ids, mask, types = padded.input_ids, padded.mask, padded.token_type_ids
     is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     num_tokens, flat = packed.input_ids.shape[0], is_token.flatten()
-    places = flat.cumsum(0) - 1
+    packed_rows = flat.cumsum(0) - 1
     # The pads' go to a row behind all, which is cut off.
-    targets = torch.where(flat, places, num_tokens).clamp(max=num_tokens)
+    targets = torch.where(flat, packed_rows, num_tokens).clamp(max=num_tokens)
     positions = padded.position_ids
     if positions is None and position_offset == 0:
         positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
@@ -534,11 +536,11 @@ def pack_padded(
     ends.copy_(total.int().expand(len(ends)))
     ends[: len(ids)] = lengths.cumsum(0) - lengths
     ends[num_texts + 1 :] = (total + fillers).clamp(max=num_tokens)
-    return None if mask is None else torch.where(flat, places, -1).int()
+    return None if mask is None else torch.where(flat, packed_rows, -1).int()
 
 
 def _as_int32(ids: Tensor) -> Tensor:
-    """What is too large stays too large for every table, instead of wrapping round."""
+    """ids as int32; one that is too large stays too large for every table, and never wraps."""
     limits = torch.iinfo(torch.int32)
     return ids if ids.dtype == torch.int32 else ids.clamp(limits.min, limits.max).int()
 

@@ -1,4 +1,4 @@
-"""From a layer's q, k, v rows to turned queries and pages: head norms, rotary, KV write in one."""
+"""Head norms, rotary embedding and the write into the KV cache in one op."""
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def rotary_write_kv(
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm of each head of x [total_tokens, heads, head_dim]; a new tensor."""
-    rows = x.reshape(-1, x.shape[2]).contiguous()  # of one head it is a view
+    rows = x.reshape(-1, x.shape[2]).contiguous()  # a view where there is one head
     return rms_norm(rows, weight, eps=eps).view(x.shape)
 
 

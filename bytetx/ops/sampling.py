@@ -18,7 +18,7 @@ from bytetx.ops.log_softmax import log_softmax
 # 32 rows of 50 000 logits took 20 times as long.
 _NUCLEUS_STEPS = 4096
 _STEPS_A_NAT = 128
-_NUCLEUS_ROWS = 4  # at a time, whose temporaries stay in the cache
+_NUCLEUS_ROWS = 4  # rows at a time: so few that their temporaries stay in the cache
 
 # Tokens whose weights are summed before anything is accumulated: an f64 prefix sum over a whole
 # vocabulary would take longer than all the rest.
@@ -32,7 +32,7 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What rows pay for tokens that they have had.
+    """Penalties of each row for tokens that it has had.
 
     output_counts: int32 [n, vocab_size], how often each token is in the answer.  in_prompt: bool
     [n, vocab_size].  repetition, presence, frequency: f32 [n]; 1, 0 and 0 change nothing.

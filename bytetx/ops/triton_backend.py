@@ -32,7 +32,7 @@ _FOR_CUDA = "the Triton kernels are for CUDA GPUs"
 
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
-    """bytetx.ops.triton_kernels where it serves this device in the native core's place."""
+    """bytetx.ops.triton_kernels where it serves this device instead of the native core."""
     return None if has_native_kernels(device) else triton_beside_native(device)
 
 

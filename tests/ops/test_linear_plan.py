@@ -57,7 +57,7 @@ def test_the_shipped_table_is_well_formed() -> None:
         rows = [plan[0] for plan in line["plans"]]
         assert rows == sorted(set(rows)) and rows
         assert all(1 <= split_k <= 8 for _, _, split_k in line["plans"])
-        for key in ("left_to_norm", "normalized"):
+        for key in ("residual_in_norm", "normalized"):
             assert set(line.get(key, ())) <= set(rows)
 
 

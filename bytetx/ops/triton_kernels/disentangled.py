@@ -127,8 +127,8 @@ def _attend(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         is_seen = (keys[None, :] >= starts[:, None]) & (keys[None, :] < ends[:, None])
         distance = rows[:, None] - keys[None, :] + span - 1
-        least = tl.maximum(first_row - at - BLOCK_N + span, 0)  # of the tile's distances
-        first_bucket = tl.load(buckets + tl.minimum(least, 2 * span - 2))
+        least_distance = tl.maximum(first_row - at - BLOCK_N + span, 0)
+        first_bucket = tl.load(buckets + tl.minimum(least_distance, 2 * span - 2))
         bucket = tl.load(buckets + distance, mask=is_seen, other=0) - first_bucket
         bucket = tl.where(is_seen, bucket, 0)
         if HAS_POS_K:

@@ -228,7 +228,7 @@ def _num_tiles(tile: _Tile, m: int, n: int) -> int:
 
 
 def _tile(m: int, n: int, element_bytes: int, multiprocessors: int) -> _Tile:
-    """Of operands by their addresses; each fits in 99 KiB of shared memory."""
+    """The tile for operands loaded by their addresses; it fits in 99 KiB of shared memory."""
     if element_bytes == 4:
         return _Tile(64, 64, 32, num_warps=4, num_stages=2)
     if m <= 16:

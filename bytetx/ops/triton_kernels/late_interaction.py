@@ -23,8 +23,8 @@ from bytetx.ops.triton_kernels.launch import (
     num_multiprocessors,
 )
 
-_FEATURES = 128  # of a product's part; vectors of more are multiplied in parts
-_DOCUMENTS = 16  # that a program goes through, at most
+_FEATURES = 128  # features per product; longer vectors are multiplied in parts
+_DOCUMENTS = 16  # the most documents per program
 _WAVES = 8
 _TILE, _TILE_F32 = 64, 32  # document vectors
 MAX_ONE_QUERY = 64  # vectors: what fits a tile in every dtype
@@ -46,7 +46,7 @@ def _products(
     FEATURES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Of query vectors and document vectors; q: the former, where all features are in one part."""
+    """Products of query and document vectors; q: the former, where all features are in one part."""
     features = tl.arange(0, FEATURES)
     if CHUNKS == 1:
         mask = (features < size)[None, :]
@@ -224,7 +224,7 @@ def tiles_of(
 
 
 def _cut(cu_documents: np.ndarray, tile: int) -> tuple[np.ndarray, ...]:
-    """Of Tiles: first_tiles, begins, ends, finished; five times slower than the native core."""
+    """Fields of Tiles: first_tiles, begins, ends, finished; 5 times slower than the native core."""
     counts = (np.diff(cu_documents) + (tile - 1)) // tile
     first_tiles = np.zeros(len(cu_documents), dtype=np.int64)
     np.cumsum(counts, out=first_tiles[1:])
@@ -323,7 +323,7 @@ def maxsim_of_one(
 
 
 def _meta(queries: Tensor) -> dict[str, Any]:
-    """What both kernels are compiled for, but for the rows of a tile."""
+    """Constants that both kernels are compiled for, except the rows of a tile."""
     return _meta_of(queries.dtype, queries.shape[1], dot_precision(queries.dtype))
 
 

@@ -51,7 +51,7 @@ def _are_aligned(args: tuple[Any, ...]) -> bool:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of the GPU; 1 where the kernels are interpreted on a CPU."""
+    """Multiprocessors of the GPU; 1 where the kernels are interpreted on a CPU."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bytetx.ops.triton_kernels.launch import address_or, launch, next_power_of_2
 
-_TILE_ELEMENTS = 4096  # of the rows that one program holds at a time
+_TILE_ELEMENTS = 4096  # numbers that one program holds at a time
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.triton_kernels.launch import address_or, launch
 
 _BLOCK = 256
-_PLACES, _COLUMNS = 8, 256
+_PADDED, _COLUMNS = 8, 256
 
 
 @triton.jit(do_not_specialize=["num_columns", "mask_stride", "num_rows"])
@@ -70,9 +70,9 @@ def _first_row(
     elif HAS_MASK:
         end = row * num_columns
         for at in range(0, end, BLOCK):
-            places = at + tl.arange(0, BLOCK)
-            addresses = mask + (places // num_columns).to(tl.int64) * mask_stride
-            values = tl.load(addresses + places % num_columns, mask=places < end, other=0)
+            indices = at + tl.arange(0, BLOCK)
+            addresses = mask + (indices // num_columns).to(tl.int64) * mask_stride
+            values = tl.load(addresses + indices % num_columns, mask=indices < end, other=0)
             start += tl.sum((values != 0).to(tl.int32), 0)
     else:
         start = row * num_columns
@@ -81,7 +81,7 @@ def _first_row(
 
 @triton.jit
 def _as_int32(ids):
-    """What is too large for int32 stays too large for every table, instead of wrapping round."""
+    """ids as int32; one that is too large stays too large for every table, and never wraps."""
     if ids.dtype == tl.int64:
         ids = tl.minimum(tl.maximum(ids, -2147483648), 2147483647)
     return ids.to(tl.int32)
@@ -268,32 +268,32 @@ def pack_padded(
     return rows
 
 
-@triton.jit(do_not_specialize=["num_places"])
-def _unpack_kernel(x, rows, out, num_places, width, PLACES: tl.constexpr, COLUMNS: tl.constexpr):
-    places = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
+@triton.jit(do_not_specialize=["num_padded"])
+def _unpack_kernel(x, rows, out, num_padded, width, PADDED: tl.constexpr, COLUMNS: tl.constexpr):
+    padded = tl.program_id(0) * PADDED + tl.arange(0, PADDED)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    is_place, is_column = places < num_places, columns < width
-    row = tl.load(rows + places, mask=is_place, other=-1)
+    is_padded, is_column = padded < num_padded, columns < width
+    row = tl.load(rows + padded, mask=is_padded, other=-1)
     from_row = x + row.to(tl.int64)[:, None] * width + columns[None, :]
     values = tl.load(from_row, mask=(row >= 0)[:, None] & is_column[None, :], other=0.0)
-    to_place = out + places.to(tl.int64)[:, None] * width + columns[None, :]
-    tl.store(to_place, values, mask=is_place[:, None] & is_column[None, :])
+    to_padded = out + padded.to(tl.int64)[:, None] * width + columns[None, :]
+    tl.store(to_padded, values, mask=is_padded[:, None] & is_column[None, :])
 
 
 def unpack_padded(x: Tensor, rows: Tensor) -> Tensor:
     """ops.padding.unpack_padded on checked arguments."""
-    num_places, width = rows.shape[0], x.shape[1]
-    out = torch.empty((num_places, width), dtype=x.dtype, device=x.device)
+    num_padded, width = rows.shape[0], x.shape[1]
+    out = torch.empty((num_padded, width), dtype=x.dtype, device=x.device)
     if out.numel() > 0:
         launch(
             _unpack_kernel,
-            (triton.cdiv(num_places, _PLACES), triton.cdiv(width, _COLUMNS)),
+            (triton.cdiv(num_padded, _PADDED), triton.cdiv(width, _COLUMNS)),
             x,
             rows,
             out,
-            num_places,
+            num_padded,
             width,
-            PLACES=_PLACES,
+            PADDED=_PADDED,
             COLUMNS=_COLUMNS,
             num_warps=4,
         )

@@ -1,4 +1,4 @@
-"""Causal attention over keys in pages, of prefill pieces and decode rows alike.
+"""Causal attention over keys in pages, of prefill chunks and decode rows alike.
 
 A program owns a block of a sequence's rows with all query heads of one key head, so that the keys
 are read once for the group. Where blocks are few, several programs share the keys of a block and a
@@ -187,7 +187,7 @@ def _paged_kernel(
         return
     num_keys = tl.load(kv_seqlens + sequence)
     lanes = tl.arange(0, BLOCK_M)
-    row = first_row + lanes // GROUP  # of the sequence's rows in this step
+    row = first_row + lanes // GROUP  # index among the sequence's rows in this step
     head = kv_head * GROUP + lanes % GROUP
     is_row = (lanes < TOKENS * GROUP) & (row < num_rows)
     position = num_keys - num_rows + row

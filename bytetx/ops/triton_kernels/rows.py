@@ -1,4 +1,4 @@
-"""What is done to single rows: rotation, gates, the way into the KV cache, pooling."""
+"""Kernels on single rows: rotation, gates, the write into the KV cache, pooling."""
 
 import torch
 import triton
@@ -205,7 +205,7 @@ def _pool_kernel(
     if MODE == "max":
         pooled = tl.where(nans > 0, float("nan"), pooled)
     elif MODE == "weightedmean":
-        # The sum of the places first - begin + 1 to end - begin.
+        # The sum of the weights first - begin + 1 to end - begin.
         count = (end - first).to(tl.float32)
         pooled /= count * ((first - begin + 1).to(tl.float32) + (end - begin).to(tl.float32)) * 0.5
     elif MODE == "mean":

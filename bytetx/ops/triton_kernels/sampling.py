@@ -12,8 +12,8 @@ from torch import Tensor
 from bytetx.ops.triton_kernels.launch import address_or, launch, next_power_of_2
 
 _BLOCK = 8192
-_BITS = tl.constexpr(31)  # of the distance of two numbers of one sign
-_LEAST = tl.constexpr(-2139095041)  # what _ordered makes of -inf
+_BITS = tl.constexpr(31)  # bits of the distance between two numbers of one sign
+_LEAST = tl.constexpr(-2139095041)  # _ordered(-inf)
 
 
 @triton.jit

@@ -11,22 +11,22 @@ _BLOCK = 256
 
 
 @triton.jit
-def sequence_of(place, cu_seqlens, batch_size, num_steps, TOKENS: tl.constexpr):
-    """The sequence that owns each place; batch_size where none does, for places of padding.
+def sequence_of(index, cu_seqlens, batch_size, num_steps, TOKENS: tl.constexpr):
+    """The sequence that owns each index; batch_size where none does, at padding.
 
-    TOKENS: 0: places are tokens, owned by the last sequence that starts there or before.  Else they
-    are blocks of so many rows; sequence i's first one is cu_seqlens[i] // TOKENS + i, which rises,
-    and leaves room for all.  num_steps: bits of batch_size.
+    TOKENS: 0: indices are of tokens, each owned by the last sequence that starts there or before.
+    Else of blocks of so many rows; sequence i's first one is cu_seqlens[i] // TOKENS + i, which
+    rises, and leaves room for all.  num_steps: bits of batch_size.
     """
-    low = place * 0
+    low = index * 0
     high = low + batch_size
     for _ in range(num_steps):
         middle = (low + high + 1) // 2
         begins = tl.load(cu_seqlens + middle)
         if TOKENS > 0:
             begins = begins // TOKENS + middle
-        low = tl.where(begins <= place, middle, low)
-        high = tl.where(begins <= place, high, middle - 1)
+        low = tl.where(begins <= index, middle, low)
+        high = tl.where(begins <= index, high, middle - 1)
     return low
 
 
