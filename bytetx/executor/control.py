@@ -35,7 +35,7 @@ _CHECK_SECONDS = 0.5
 _EXIT_SECONDS = 2.0
 # A worker's error is a line; what is longer is cut.
 _MAX_ERROR_BYTES = 1 << 14
-UNKNOWN_CODE = 256  # of a process that is the child of another one
+UNKNOWN_CODE = 256  # exit code of a process that is not this one's child
 
 
 class Process(Protocol):
@@ -137,7 +137,7 @@ class Workers:
         raise GroupError(self._failure) from error
 
     def remove_folder(self) -> None:
-        """Of the rendezvous; NCCL reads there as long as the ranks run, gloo does not."""
+        """Remove the rendezvous' folder; NCCL reads it as long as the ranks run, gloo does not."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -17,7 +17,7 @@ _MAX_TICK_S = 1.0
 
 
 class Progress(NamedTuple):
-    """What a worker reports.
+    """A worker's report of its progress.
 
     num_done: messages whose work has ended, on the device too.  num_steps: counts up within a
     message that takes long (tensors that were loaded).  num_collectives: that it has begun.

@@ -65,7 +65,7 @@ def spawn(
         store = rendezvous_store(folder, size)
     except BaseException:
         for channel in channels:
-            channel.close()  # which ends the processes behind them
+            channel.close()  # ends the process behind it
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return Workers(channels, processes, folder=folder, limit_s=limit_s), store

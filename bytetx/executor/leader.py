@@ -89,7 +89,7 @@ def load_sharded(
     grid = Grid(y=size) if grid is None else grid
     device = _device_of_rank_0(device, grid)
     spec = load_spec(folder, families)
-    check_grid(spec, grid)  # what cannot be sharded is refused before ranks start
+    check_grid(spec, grid)  # a model that cannot be sharded is refused before ranks start
     dtype = resolve_dtype(dtype, device, saved=saved_dtype(folder, spec))
     shared_bytes = 0
     # Kernels over the peers' memory are for ranks that are all on y.
@@ -271,7 +271,7 @@ class GroupExecutor(Executor):
         self.shares_pages = group.axes is None or group.axes.slots.size == 1
         self._lock = threading.Lock()
         self._decoding_thread: int | None = None
-        self._cache_ids: dict[int, int] = {}  # by the id of a cache's first tensor
+        self._cache_ids: dict[int, int] = {}  # keys: the id of a cache's first tensor
         self._dropped: deque[int] = deque()  # ids of caches that are gone here
         self._num_caches = 0
         self._last_step: torch.cuda.Event | None = None
@@ -280,7 +280,7 @@ class GroupExecutor(Executor):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What all ranks do together; any failure in it ends the group.
+        """Context of work that all ranks do together; any failure in it ends the group.
 
         On GPUs a step begins after the one before it, because they may be on different streams,
         and the ranks share memory.

@@ -138,7 +138,7 @@ class _Form(NamedTuple):
 
 
 def _flat_form(tag: int, kind: type, layout: str) -> _Form:
-    """Of fields that are integers and booleans, in their order."""
+    """The form of a message whose fields are integers and booleans, in their order."""
     packer = struct.Struct(f"<B{layout}")
     names = [field.name for field in fields(kind)]
     fields_of = attrgetter(*names) if len(names) > 1 else lambda m: (getattr(m, names[0]),)
@@ -294,7 +294,7 @@ def forward_message(batch: PackedBatch, *, cache_id: int | None, wants_layers: b
 
 
 def numbers_of(message: Forward) -> torch.Tensor | None:
-    """What flat_batch gave rank 0, on the host, where it is in the message."""
+    """The result of rank 0's flat_batch, on the host; None where it is not in the message."""
     if message.numbers is None:
         return None
     return torch.from_numpy(np.frombuffer(message.numbers, dtype=np.int32).copy())
@@ -316,16 +316,16 @@ def flat_size(message: Forward) -> int:
 
 def batch_of(message: Forward, flat: torch.Tensor) -> PackedBatch:
     """The batch that flat_batch was called with."""
-    pieces = iter(flat.split(_sizes(message)))
+    columns = iter(flat.split(_sizes(message)))
     seqlens = torch.from_numpy(np.frombuffer(message.seqlens, dtype=np.int32).copy())
-    ids, positions, cu_seqlens = next(pieces), next(pieces), next(pieces)
-    types = next(pieces) if message.has_token_types else None
-    bias_positions = next(pieces) if message.has_bias_positions else None
+    ids, positions, cu_seqlens = next(columns), next(columns), next(columns)
+    types = next(columns) if message.has_token_types else None
+    bias_positions = next(columns) if message.has_bias_positions else None
     past = None
     if message.past is not None:
         _, max_pages, page_size, max_kv_seqlen = message.past
-        slots, kv_seqlens, table = next(pieces), next(pieces), next(pieces)
-        prompts = next(pieces) if message.has_prompts else None
+        slots, kv_seqlens, table = next(columns), next(columns), next(columns)
+        prompts = next(columns) if message.has_prompts else None
         table = table.view(len(seqlens), max_pages)
         past = Past(table, kv_seqlens, slots, page_size, max_kv_seqlen, prompts)
     return PackedBatch(

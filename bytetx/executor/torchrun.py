@@ -54,7 +54,7 @@ class TorchrunRank:
 
     @property
     def address(self) -> str:
-        """Of rank 0's socket: in Linux' own namespace of names, so that no file is left."""
+        """The address of rank 0's socket, in Linux' abstract namespace: no file is left behind."""
         return f"\0bytetx-{os.getuid()}-{self.name}"
 
     def connect(self) -> tuple[LeaderConnection, dist.Store] | None:
@@ -107,7 +107,7 @@ class TorchrunLeader:
     def __init__(self, torchrun: TorchrunRank):
         """Raises InputError where another process holds the job's socket."""
         self.size = torchrun.size
-        self._found: dict[int, tuple[Channel, int]] = {}  # with their processes
+        self._found: dict[int, tuple[Channel, int]] = {}  # rank -> its channel and process id
         self._all_found, self._stop = threading.Event(), threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
         try:
@@ -163,7 +163,7 @@ class TorchrunLeader:
 
     def _accept(self) -> None:
         """Until all ranks are there: accepts connections and their first frames, in any order."""
-        pending: dict[Channel, int] = {}  # with their processes
+        pending: dict[Channel, int] = {}  # channel -> process id
         with self._listener, selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while not self._stop.is_set() and not self._all_found.is_set():
@@ -193,7 +193,7 @@ class TorchrunLeader:
         return None
 
     def _add_rank(self, channel: Channel, pid: int) -> bool:
-        """Whether its first frame, which the socket delivers in one piece, names a missing rank."""
+        """Whether its first frame, which the socket delivers whole, names a missing rank."""
         try:
             ((kind, payload),) = channel.read()
             (rank,) = _RANK.unpack(payload)
@@ -239,7 +239,7 @@ class _Process:
 
 
 def torchrun_rank(environment: Mapping[str, str]) -> TorchrunRank | None:
-    """What torchrun's variables say; None where it did not start this process.
+    """Read torchrun's variables; None where it did not start this process.
 
     Raises InputError where ranks are on several machines, or the system is not Linux.
     """

@@ -94,7 +94,7 @@ class _Worker:
         self._num_done = 0  # messages, on this rank's host
         self._marks: _DeviceMarks | None = None
         self._caches: dict[int, KvCache] = {}
-        self._decoders: dict[int, DecodeRunner] = {}  # by their cache
+        self._decoders: dict[int, DecodeRunner] = {}  # by cache id
         self._joined: TpGroup | None = None
         self._loaded: Transformer | None = None
         self._heads = Heads()
@@ -258,7 +258,7 @@ class _DeviceMarks:
         self._next_s = 0.0
 
     def num_done(self, num_started: int) -> int:
-        """Of num_started messages, those that are known to have ended on the current stream."""
+        """How many of num_started messages are known to have ended on the current stream."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return self._finished

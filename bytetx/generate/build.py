@@ -28,7 +28,7 @@ from bytetx.runtime.paged_layout import MAX_MIXED_TOKENS
 T = TypeVar("T")
 
 PAGE_SIZE = 16  # tokens: a sequence wastes half a page on average, and only full pages are shared
-_TYPICAL_TOKENS = 1024  # of a sequence, prompt and output
+_TYPICAL_TOKENS = 1024  # tokens of a sequence, prompt and output together
 _CPU_SEQS, _CUDA_SEQS = 64, 256
 # The most tokens of a step with drafts. On a CPU so many rows take twice the time of one, which
 # reads the weights (100 M of them in f32, AMD EPYC with AVX-512, 2026-11-25). For a GPU it is what
@@ -44,7 +44,7 @@ _CPU_SHARE, _CUDA_SHARE = 0.25, 0.8
 class GenerationSizes:
     """The sizes of an engine and the memory that they need.
 
-    max_num_seqs: sequences that run at a time.  token_budget: tokens a step.  num_pages: pages of
+    max_num_seqs: sequences that run at a time.  token_budget: tokens per step.  num_pages: pages of
     the cache, of page_size tokens each.  cache_bytes: of all pages.  weights_bytes: of the model.
     workspace_bytes: the most that a step needs while it runs; on a GPU with the memory of graphs.
     primitives_bytes: the most that oneDNN keeps on a CPU, after steps of many sizes.
@@ -81,7 +81,8 @@ class GenerationSizes:
             f"weights {self.weights_bytes / 2**20:,.1f} MiB, key-value cache "
             f"{self.cache_bytes / 2**20:,.1f} MiB ({self.kv_cache_tokens:,} tokens), workspace "
             f"{self.workspace_bytes / 2**20:,.1f} MiB, {primitives * (self.primitives_bytes > 0)}"
-            f"at most {self.max_num_seqs} sequences and {self.token_budget:,} tokens a step{drafts}"
+            f"at most {self.max_num_seqs} sequences and {self.token_budget:,} tokens per step"
+            f"{drafts}"
         )
 
 
@@ -281,7 +282,7 @@ def _primitives_bytes(checkpoint: LoadedCheckpoint, token_budget: int) -> int:
 
 
 def _weights_bytes(checkpoint: LoadedCheckpoint) -> int:
-    """Of all tensors of the model and its heads; shared ones count once."""
+    """Bytes of all tensors of the model and its heads; shared ones count once."""
     sizes: dict[int, int] = {}
     for tensor in _parts([checkpoint.transformer, checkpoint.heads], torch.Tensor):
         if tensor.is_mkldnn:  # its storage is oneDNN's own

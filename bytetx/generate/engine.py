@@ -92,8 +92,8 @@ class GenerationEngine:
         self._defaults = SamplingDefaults() if defaults is None else defaults
         self._random = random.Random(seed)
         self._unfinished: dict[int, list[OutputState]] = {}  # by request id
-        self._states: dict[SequenceState, OutputState] = {}  # of unfinished outputs
-        self._aborted: list[RequestOutput] = []  # for the next step to return
+        self._states: dict[SequenceState, OutputState] = {}  # unfinished outputs only
+        self._aborted: list[RequestOutput] = []  # the next step returns them
         self._in_flight: deque[tuple[SchedulerOutput, StartedStep]] = deque()
         self._num_requests = 0
         self._num_with_processors = 0  # unfinished outputs with logits processors

@@ -7,7 +7,8 @@ from hashlib import blake2b
 
 from bytetx.errors import InputError
 
-_HASH_BYTES = 16  # of a cryptographic hash: nobody finds a prompt that reads another one's pages
+# The hash is cryptographic: nobody finds a prompt that reads another prompt's pages.
+_HASH_BYTES = 16
 
 
 class PageAllocator:
@@ -19,7 +20,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int, *, page_size: int):
-        """num_pages: pages of every layer's cache.  page_size: tokens a page, a power of two."""
+        """num_pages: pages of every layer's cache.  page_size: tokens per page, a power of two."""
         if num_pages < 1:
             raise InputError(f"num_pages must be at least 1, got {num_pages}")
         if page_size < 1 or page_size & (page_size - 1):

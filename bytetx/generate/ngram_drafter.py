@@ -6,7 +6,7 @@ from itertools import islice
 
 # Two tokens are followed by the same third one too seldom; of four, many repetitions begin late.
 _MIN_NGRAM = 3
-_MAX_NGRAM = 8  # earlier places that agree in more tokens count as equal
+_MAX_NGRAM = 8  # earlier n-grams that agree in more tokens count as equal
 _MAX_PLACES = 8  # that are compared, the latest first: a lookup takes a few microseconds
 _FIRST_DRAFT = 2  # tokens
 _MAX_PAUSE = 64  # tokens
@@ -15,12 +15,12 @@ _MAX_PAUSE = 64  # tokens
 class NgramDrafter:
     """Drafts of one sequence, whose tokens only grow.
 
-    The draft is what followed the latest earlier place that agrees with the last tokens in as many
-    tokens as possible, at least _MIN_NGRAM. A place near the end is followed by fewer tokens than a
+    The draft is what followed the latest earlier n-gram that agrees with the last tokens in as many
+    tokens as possible, at least _MIN_NGRAM. One near the end is followed by fewer tokens than a
     draft has; the draft then goes on with its own start, which is right for text that repeats
     itself.
 
-    Places are found by their last _MIN_NGRAM tokens. The index takes a new token in constant time,
+    N-grams are found by their last _MIN_NGRAM tokens. The index takes a new token in constant time,
     so that a step costs the same after 100 000 tokens.
 
     A draft has at most one token more than three times as many as were right of the last one.
@@ -33,7 +33,8 @@ class NgramDrafter:
     def __init__(self) -> None:
         # An n-gram's end is the number of tokens up to it; 0: there is none.
         self._last_ends: dict[tuple[int, ...], int] = {}
-        self._previous_ends = array("i")  # of the n-gram that ends at index + _MIN_NGRAM
+        # [i]: the previous end of the n-gram that ends at i + _MIN_NGRAM.
+        self._previous_ends = array("i")
         self._num_misses = self._resumes_at = 0
         self._longest = _FIRST_DRAFT
 
@@ -56,7 +57,7 @@ class NgramDrafter:
         return draft
 
     def count(self, num_accepted: int, num_tokens: int) -> None:
-        """Of the last draft, and of the tokens that the sequence has now."""
+        """Take note of the last draft's accepted tokens and of the sequence's tokens now."""
         self._longest = 3 * num_accepted + 1
         if num_accepted:
             self._num_misses = 0
@@ -75,7 +76,7 @@ class NgramDrafter:
             last_ends[ngram] = end
 
     def _find(self, token_ids: Sequence[int]) -> int:
-        """The end of the best earlier place; 0 where there is none."""
+        """The end of the best earlier n-gram; 0 where there is none."""
         num_tokens = len(token_ids)
         if num_tokens < _MIN_NGRAM:
             return 0

@@ -25,7 +25,7 @@ class SpecialTokens:
     new_detokenizer: DetokenizerFactory
 
 
-_CONTEXT_TOKENS = 6  # of the prompt: enough for a character's bytes or a word's leading space
+_CONTEXT_TOKENS = 6  # the prompt's last: enough for a character's bytes or a word's leading space
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +125,7 @@ class OutputState:
         self._text += self._stops.flush()
 
     def take_output(self) -> RequestOutput | None:
-        """What was not returned yet; None where there is nothing, or not before the end."""
+        """Take the output that was not returned yet; None where there is none, or not yet."""
         first = self.sequence.num_prompt_tokens + self._num_returned
         token_ids = self.sequence.token_ids[first:]
         if self.finish_reason is None and not (self.streams and token_ids):

@@ -28,7 +28,7 @@ from bytetx.runtime.upload import Upload, Uploader
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """What a step samples, and how; read from its plan.
+    """The rows that a step samples, and how; read from its plan.
 
     rows: all rows of the plan.  sampling_rows: indices of those that sample, n in all: a row with a
     draft is there once for each token that it samples.
@@ -76,7 +76,7 @@ class Sampler:
         self._upload = Uploader(self.device).upload
 
     def prepare(self, plan: SchedulerOutput, input_batch: InputBatch) -> SamplingMetadata:
-        """What the step of this plan samples; call it once for each plan, in their order."""
+        """Prepare the sampling of this plan's step; call it once for each plan, in their order."""
         for sequence in plan.admitted:
             self._add_sequence(sequence)
         ends = np.cumsum(input_batch.num_logits, dtype=np.int64)
@@ -240,7 +240,7 @@ class Sampler:
     def _prompt_logprobs(
         self, metadata: SamplingMetadata, logits: Tensor | LogitRows
     ) -> list[Logprobs]:
-        """Of the prompt tokens that follow those of this step, in blocks."""
+        """Logprobs of the prompt tokens that follow those of this step, in blocks."""
         scored, block = [], logits_block(self.vocab_size)
         for index, first, count in metadata.prompt_logits:
             row = metadata.rows[index]

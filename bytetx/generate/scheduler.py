@@ -208,7 +208,7 @@ class Scheduler:
         num_speculative_tokens: int = 0,
         max_draft_step: int | None = None,
     ):
-        """token_budget: tokens a step.  max_positions: the most tokens of a sequence.
+        """token_budget: tokens per step.  max_positions: the most tokens of a sequence.
 
         max_num_seqs: the most sequences that run at a time; at most token_budget, so that each can
         decode in every step.  caches_prefixes: whether sequences share the pages of equal prefixes.
@@ -230,13 +230,14 @@ class Scheduler:
         # A heap; finished sequences stay in it until they are popped.
         self._waiting: list[tuple[int, int, SequenceState]] = []
         self._num_waiting = 0
-        self._running: list[SequenceState] = []  # by sort_key
+        self._running: list[SequenceState] = []  # sorted by sort_key
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
         self.num_preempted = 0  # since the start
         self.num_cached_tokens = 0  # found in the prefix cache instead of computed
         self._next_drafted = 0  # the row of a step that has the first draft
-        self.num_draft_tokens = self.num_accepted_tokens = 0  # of drafts: all, and right ones
+        # Tokens of all drafts, and those of them that were right.
+        self.num_draft_tokens = self.num_accepted_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -254,7 +255,7 @@ class Scheduler:
     def max_tokens(self) -> int:
         """The most tokens of one sequence, prompt and output, that positions and pages allow.
 
-        The last token needs no place in a page, because nothing attends to it.
+        The last token needs no slot in a page, because nothing attends to it.
         """
         return min(self.max_positions, self.pages.num_pages * self.pages.page_size + 1)
 
@@ -496,9 +497,10 @@ class Scheduler:
             is_decode = row.num_tokens == row.num_logits == 1 and row.samples
             if not is_decode or sequence.drafter is None or num_known != len(sequence.token_ids):
                 continue
-            places = (len(sequence.pages) + spare_pages) * pages.page_size - num_known
-            last_place = sequence.max_num_tokens - num_known - 1  # the last token needs none
-            most = min(most_each, budget_left, places, last_place)
+            free_slots = (len(sequence.pages) + spare_pages) * pages.page_size - num_known
+            # The last token needs no slot in a page.
+            tokens_left = sequence.max_num_tokens - num_known - 1
+            most = min(most_each, budget_left, free_slots, tokens_left)
             draft = sequence.drafter.draft(sequence.token_ids, most)
             if not draft:
                 continue

@@ -74,7 +74,7 @@ class StopStrings:
     matched: str | None = None
     _unreturned: str = ""  # shown text
     _shown: _Search = field(init=False)
-    _all: _Search = field(init=False)  # in the text with hidden text
+    _all: _Search = field(init=False)  # searches the text with hidden text
     _is_shown: list[bool] = field(default_factory=list)  # each character that `_all` holds
 
     def __post_init__(self) -> None:
@@ -86,7 +86,8 @@ class StopStrings:
             return ""
         is_shown = self._is_shown + [not is_hidden] * len(text)
         has_hidden = not all(is_shown)
-        found: list[tuple[_Match, int]] = []  # with the shown characters from its start on
+        # Each match with the number of shown characters from its start on.
+        found: list[tuple[_Match, int]] = []
         if not is_hidden:
             self._unreturned += text
             match = self._shown.feed(text, is_early=is_early)

@@ -165,7 +165,7 @@ class ShardedWeights:
         self._reductions: list[_Reduction] = []
 
     def append(self, layer: GridLinear) -> int:
-        """The layer's place in the order in which a forward pass runs them."""
+        """The layer's index in the order in which a forward pass runs them."""
         self._layers.append(layer)
         return len(self._layers) - 1
 

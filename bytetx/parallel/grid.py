@@ -86,7 +86,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """A rank's place along each axis, from 0."""
+    """A rank's coordinate along each axis, from 0."""
 
     data: int
     z: int

@@ -12,7 +12,7 @@ _FEATURE_STEPS = (64, 32, 16, 8, 1)
 
 
 class Sizes(Protocol):
-    """What is sharded of a model: those of a ModelSpec, or of the planner's ModelShape."""
+    """Sizes that a grid shards: those of a ModelSpec, or of the planner's ModelShape."""
 
     @property
     def num_heads(self) -> int: ...

@@ -69,7 +69,7 @@ class PeerReads:
             return None
 
     def connect(self, memory: torch.Tensor | None) -> "PeerViews | None":
-        """What allocate gave each rank, its contents written; None where a rank has none.
+        """Views of each rank's allocation, their contents written; None where a rank has none.
 
         All ranks call it at about the same time.
         """
@@ -114,7 +114,8 @@ class PeerViews:
 def peer_reads(
     store: dist.Store, backend: Backend, *, device: torch.device, gpus: Iterable[int]
 ) -> PeerReads | None:
-    """What every rank of a group calls while it joins; None where one cannot read another's.
+    """Connect the memory of a group's ranks, all of which call this; None where one cannot read
+    another's.
 
     gpus: of the group's ranks.
     """
@@ -194,7 +195,7 @@ class NumberedStore(dist.Store):
         self._store.wait([self._numbered(key) for key in keys], timeout or _EXCHANGE_TIMEOUT)
 
     def _numbered(self, key: str) -> str:
-        """The key, with the number of the exchange within this group in place of torch's."""
+        """The key, with the number of the exchange within this group instead of torch's."""
         found = re.fullmatch(r"(.*)/(\d+)/(\d+)", key)
         if found is None:
             return key

@@ -268,7 +268,7 @@ def _backend(
 
 
 class _Collectives(Protocol):
-    """What every backend of torch has; torch's stubs lack it."""
+    """Methods that every backend of torch has and torch's stubs lack."""
 
     def _allgather_base(self, received: Tensor, sent: Tensor) -> dist.Work: ...
     def _reduce_scatter_base(self, received: Tensor, sent: Tensor) -> dist.Work: ...
@@ -330,7 +330,7 @@ class GroupCollectives:
         self.counts[kind, numbers * x.element_size()] += 1
 
     def tally(self) -> Tally:
-        """What was counted so far."""
+        """The counts so far."""
         return Tally(self.num_begun, self.counts.copy())
 
     def add(self, tally: Tally) -> None:
@@ -361,8 +361,8 @@ class GroupCollectives:
             return received
         if all(row_offsets[i] == i * largest for i in range(self._size)):
             return received[: row_offsets[-1]]  # only the last shard is shorter
-        pieces = received.view(self._size, largest, *tail)
-        return torch.cat([pieces[i, :rows] for i, rows in enumerate(sizes)])
+        shards = received.view(self._size, largest, *tail)
+        return torch.cat([shards[i, :rows] for i, rows in enumerate(sizes)])
 
     def all_gather_padded(self, shard: Tensor, *, num_rows: int) -> Tensor:
         """[rows, ...] of every rank -> [size * rows, ...], in the order of ranks.
@@ -392,8 +392,8 @@ class GroupCollectives:
             return partial
         if min(sizes) < largest:
             spread = partial.new_zeros((self._size, largest, *partial.shape[1:]))
-            for padded, piece in zip(spread, partial.split(sizes), strict=True):
-                padded[: len(piece)] = piece
+            for padded, shard in zip(spread, partial.split(sizes), strict=True):
+                padded[: len(shard)] = shard
             partial = spread.flatten(0, 1)
         summed = partial.new_empty((largest, *partial.shape[1:]))
         self._begin()._reduce_scatter_base(summed, partial).wait()
@@ -457,11 +457,11 @@ class GroupCollectives:
             sent[:, : x.shape[1]] = x
         received = x.new_empty((self._size * rows, largest))
         self._begin()._allgather_base(received, sent).wait()
-        pieces = received.view(self._size, rows, largest)
-        return torch.cat([pieces[i, :, :columns] for i, columns in enumerate(sizes)], dim=1)
+        shards = received.view(self._size, rows, largest)
+        return torch.cat([shards[i, :, :columns] for i, columns in enumerate(sizes)], dim=1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """What rank 0's x holds, into x on every rank."""
+        """Copies rank 0's x into x on every rank."""
         if x.numel():
             options = dist.BroadcastOptions()
             options.rootRank = 0

@@ -83,7 +83,7 @@ def initial_weights(
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """What a rank computes of a batch: its slot's whole sequences, packed.
+    """A rank's share of a batch: its slot's whole sequences, packed.
 
     input_ids, position_ids, targets: int64 [tokens], on the rank's device.  seqlens: their sum is
     tokens.  total_tokens: of all slots, the divisor of the mean.
@@ -199,7 +199,7 @@ class GridGpt(torch.nn.Module):
         heads = qkv.view(len(qkv), qkv.shape[1] // (3 * head_dim), 3, head_dim)
         if not seqlens:  # a slot without sequences still calls every collective
             return heads[:, :, 0].flatten(1)
-        if len(set(seqlens)) == 1:  # in one call
+        if len(set(seqlens)) == 1:  # sequences of one length take one call
             q, k, v = heads.unflatten(0, (len(seqlens), -1)).permute(3, 0, 2, 1, 4)
             found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return found.transpose(1, 2).flatten(2).flatten(0, 1)

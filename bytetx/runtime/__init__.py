@@ -1,1 +1,1 @@
-"""What both engines use: step layouts, pinned buffers, streams, buckets and CUDA graphs."""
+"""Parts of both engines: step layouts, pinned buffers, streams, buckets and CUDA graphs."""

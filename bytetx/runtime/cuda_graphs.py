@@ -36,7 +36,7 @@ from bytetx.runtime.on_stream import OnStream
 logger = logging.getLogger("bytetx")
 
 MAX_GRAPHS = 64
-_MAX_OUTPUT_BYTES = 256 << 20  # of all graphs together
+_MAX_OUTPUT_BYTES = 256 << 20  # all graphs together
 _MAX_SEEN = 4096
 
 # torch allows one capture at a time in a process; models in several threads take turns.
@@ -122,7 +122,7 @@ class GraphCache:
                 self._reserve(total_tokens)
                 block = torch.zeros(num_ints, dtype=torch.int32, device=self._device)
                 captured = self._capture(block, compute, keep)
-        except RuntimeError as error:  # of torch, of a kernel, out of memory
+        except RuntimeError as error:  # from torch or a kernel, or the memory is too small
             self._refused.add(key)
             text = str(error).partition("\n")[0]
             logger.warning("no CUDA graph for %s tokens: %s; they run eagerly", total_tokens, text)

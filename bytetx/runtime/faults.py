@@ -1,4 +1,4 @@
-"""What a failed step tells: which op, which shapes, and what to do."""
+"""Error texts of failed steps: which op, which shapes, and what to do."""
 
 import traceback
 from types import FrameType, TracebackType
@@ -18,7 +18,7 @@ def is_out_of_memory(error: Exception) -> bool:
     """torch's CPU allocator and cuBLAS raise a plain RuntimeError; its text is all there is."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    if isinstance(error, DeviceLostError):  # whose text may say why
+    if isinstance(error, DeviceLostError):  # its text may name memory as the cause
         return False
     text = str(error).lower()
     signs = ("can't allocate memory", "out of memory", "alloc_failed")

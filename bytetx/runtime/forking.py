@@ -1,4 +1,4 @@
-"""What a forked child may compute, so that it never waits for threads that only its parent has.
+"""Limits on what a forked child computes: it never waits for threads that only its parent has.
 
 fork copies the calling thread alone. OpenMP's pool (of torch, oneDNN and the CPU kernels) and the
 tokenizer's pool have no threads in the child, but look as if they had, and locks that another
@@ -24,7 +24,7 @@ _SPAWN = 'start processes with multiprocessing.get_context("spawn")'
 
 @dataclass(slots=True)
 class _Process:
-    """What this process, or one that it was forked from, has done.
+    """The history of this process and of those that it was forked from.
 
     running: computations that go on, one object each; adding and discarding is atomic.
     num_forks: between the process that imported this module and this one.
@@ -37,7 +37,7 @@ class _Process:
     num_forks: int = 0
 
 
-_PROCESS = _Process()  # of the whole process, as the pools are
+_PROCESS = _Process()  # one per process, as there is one of each thread pool
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 Sizes are rounded up to buckets. The padding rows of a bucket are initialised, so that no row reads
 memory that an earlier step left, and kernels use the same tiles for every step of a bucket:
 
-- A *decode* step has one row a sequence: the token that the sequence sampled last. The device finds
-  that token by the sequence's slot index, so that the host can write a block before it knows the
-  token. A padding row is a sequence with one key, the first of page 0. Its own key is not written,
-  and its token goes to a slot that nobody reads.
+- A *decode* step has one row per sequence: the token that the sequence sampled last. The device
+  finds that token by the sequence's slot index, so that the host can write a block before it knows
+  the token. A padding row is a sequence with one key, the first of page 0. Its own key is not
+  written, and its token goes to a slot that nobody reads.
 - A *mixed* step has prefill chunks, too. After its sequences comes one padding sequence with all
   padding rows; it reads page 0 and writes nowhere. Launched one by one, the kernels of such a step
   take the host longer than the GPU: 250 kernels for 28 layers, for any number of tokens. As one

@@ -9,6 +9,7 @@ def rows_of(starts: np.ndarray, seqlens: np.ndarray) -> np.ndarray:
     starts, seqlens: integers [n].  Returns int64 [seqlens.sum()].
     """
     ends = np.cumsum(seqlens, dtype=np.int64)
-    rows = np.repeat(starts - (ends - seqlens), seqlens)  # from a new place to the old one
+    # The distance from each new row to the old one, and then the old row.
+    rows = np.repeat(starts - (ends - seqlens), seqlens)
     rows += np.arange(len(rows))
     return rows

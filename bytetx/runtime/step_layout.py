@@ -18,7 +18,7 @@ class Field:
 
 
 class StepLayout:
-    """The places of declared fields in a block of `num_ints` int32s, in the order given."""
+    """The offsets of declared fields in a block of `num_ints` int32s, in the order given."""
 
     def __init__(self, fields: Sequence[Field]):
         self._fields: dict[str, tuple[int, int, tuple[int, ...]]] = {}

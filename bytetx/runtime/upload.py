@@ -52,7 +52,7 @@ class _Part:
 
 
 def _parts(arrays: Sequence[np.ndarray]) -> tuple[list[_Part], int]:
-    """Each array's place, and the int32s of all."""
+    """Each array's part of the buffer, and the int32s of all."""
     parts, end = [], 0
     for array in arrays:
         first = aligned(end)

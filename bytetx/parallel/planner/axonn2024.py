@@ -18,7 +18,7 @@ from bytetx.parallel.planner.machine import Machine
 from bytetx.parallel.planner.shapes import AXONN_SIZES
 
 SEQLEN, VOCAB_SIZE, ITEMSIZE = 2048, 51200, 2
-# In place of a memory model: the fewest ranks (row x column x depth) that a model's state fits.
+# Instead of a memory model: the fewest ranks (row x column x depth) that a model's state fits.
 MIN_RANKS = {
     "5B": 4,
     "10B": 8,
@@ -76,7 +76,7 @@ def rank_grids(
 
 
 def _grids(name: str, *, gpus: int, batch: int) -> Iterator[Grid]:
-    """Of powers of two whose batch is divided evenly, with room for the model's state."""
+    """Grids of powers of two that divide the batch evenly and have room for the model's state."""
     powers = [1 << i for i in range(gpus.bit_length()) if gpus % (1 << i) == 0]
     if gpus & (gpus - 1):
         return
@@ -169,7 +169,7 @@ _REPORTED_PFLOPS, _REPORTED_GAIN = 182.0, 1.26
 
 
 def headline(machine: Machine) -> Headline:
-    """What of the abstract's 57 % and +26 % follows from the model, with a batch of 1024.
+    """How much of the abstract's 57 % and +26 % follows from the model, with a batch of 1024.
 
     Products at the practical peak of the machine file, communication of the best grid of the
     mended model. Both together without overlap are a lower bound of the share of peak, the longer

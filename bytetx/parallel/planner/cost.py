@@ -41,9 +41,9 @@ class TransferCost:
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Of the rank whose slot takes longest.
+    """The cost of a pass on the rank whose slot takes longest, in microseconds.
 
-    host_us: of launching what no CUDA graph replays.  around_us: before and behind the layers,
+    host_us: launches of what no CUDA graph replays.  around_us: before and behind the layers,
     while no GPU computes.
     """
 
@@ -62,7 +62,7 @@ class PassCost:
 
     @property
     def waiting_us(self) -> float:
-        """What the GPU waits for the host."""
+        """The time that the GPU waits for the host."""
         return max(0.0, self.host_us - self.compute_us - self.exposed_us) + self.around_us
 
     @property
@@ -72,7 +72,7 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a pass computes in the slot that takes longest.
+    """The work of a pass in the slot that takes longest.
 
     rows: tokens of the slot.  total_rows: of all slots.  attended: pairs of a query and a key that
     it sees.  kv_rows: cached keys that are read, of a decode step.  num_logits: rows that are
@@ -271,8 +271,9 @@ def _others_us(
 
 
 def _unfused_bytes(shape: ModelShape, local: LocalSizes, *, itemsize: int) -> int:
-    """Of a row, in a layer: what x reads and writes where other grids have it in a product or a
-    norm (bytetx.nn.feature_blocks): biases, activations and residuals; norms in f32."""
+    """Bytes per row and layer that a grid with x moves where other grids fuse the work into a
+    product or a norm (bytetx.nn.feature_blocks): biases, activations and residuals; norms in f32.
+    """
     passed = 2 * itemsize
     qkv = (local.num_heads + 2 * local.num_kv_heads) * shape.head_dim
     is_gated = shape.num_inner > 1
@@ -280,7 +281,8 @@ def _unfused_bytes(shape: ModelShape, local: LocalSizes, *, itemsize: int) -> in
     bias = passed * (qkv + shape.num_inner * local.inner + 2 * local.hidden) if has_biases else 0
     activation = (3 if is_gated else 2) * itemsize * local.inner
     has_mean = shape.norm_statistics > 1
-    f32_passes = 12 if has_mean else 7  # to f32, squares and sums, scaled, and back
+    # The passes convert to f32, square and sum, scale, and convert back.
+    f32_passes = 12 if has_mean else 7
     norms = shape.norms_per_layer * local.hidden * 4 * f32_passes
     return bias + activation + norms
 

@@ -10,14 +10,14 @@ from bytetx.parallel.planner.machine import Kind
 from bytetx.parallel.planner.shapes import ModelShape
 from bytetx.parallel.row_scheme import RowScheme
 
-F32_BYTES = 4  # of the sums that norms of whole projections need over y
-F64_BYTES = 8  # of the sums that norms over x need
+F32_BYTES = 4  # per sum that norms of whole projections need over y
+F64_BYTES = 8  # per sum that norms over x need
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSizes:
-    """What a rank of a grid has of every layer; weights: numbers of its linear layers before they
-    are divided over z."""
+    """A rank's share of every layer; weights: numbers of its linear layers before they are divided
+    over z."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,7 +32,7 @@ class Transfer:
     """`count` equal collectives.  axis: of the grid, or "slots", all of data and z together.
 
     payload_bytes: of what one gathers or sums.  what: which tensor.  is_of_layer: once or more in
-    every layer; else once a pass.
+    every layer; else once per pass.
     """
 
     axis: str

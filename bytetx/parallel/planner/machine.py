@@ -64,9 +64,9 @@ def _between(sizes: Sequence[int], size: float) -> tuple[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What a pass takes besides its layers, before and behind them: us + us_per_token * tokens.
+    """The time of a pass before and behind its layers: us + us_per_token * tokens.
 
-    Ids go to the ranks, results come back; of all tokens of the pass.
+    Ids go to the ranks, results come back; tokens: all of the pass.
     """
 
     us: float = 0.0
@@ -179,7 +179,7 @@ class Machine:
         return self.launch_us + max(flop_us, moved / self.hbm_gbps / 1e3)
 
     def attention_us(self, flop: float, *, length: float, head_dim: int, causal: bool) -> float:
-        """Of texts of so many tokens each; flop: of the pairs that are seen."""
+        """Attention's time for texts of `length` tokens each; flop: of the pairs that are seen."""
         table = self.attention_tables.get(causal)
         rate = table.at(length, head_dim) if table else self.attention_tflops
         return flop / rate / 1e6

@@ -65,7 +65,7 @@ class PlannedGrid:
 
     @property
     def waiting_s(self) -> float:
-        """What GPUs wait for their hosts to launch."""
+        """Seconds that GPUs wait for their hosts to launch."""
         return self._sum(lambda cost: cost.waiting_us)
 
     @property

@@ -107,10 +107,10 @@ def shape_of(
 
     own = transformer_folder(folder)
     base = adapter_base(own)
-    place = own if base is None else transformer_folder(base)
-    config = load_config(place)
+    config_folder = own if base is None else transformer_folder(base)
+    config = load_config(config_folder)
     known = read_families(families)
-    refuse_own_code(place, config, known)
+    refuse_own_code(config_folder, config, known)
     return _shape_of_spec(build_spec(config, known), name=folder.name)
 
 
