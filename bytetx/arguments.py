@@ -94,7 +94,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def text_fault(given: object) -> str | None:
-    """What makes `given` no text, to be said behind its name; None of a text."""
+    """The reason why `given` is no text, to follow its name in an error; None where it is one."""
     if not isinstance(given, str):
         return f"must be a str, got {type(given).__name__}"
     if given.isascii():

@@ -20,7 +20,7 @@ FILLER_TOKENS = 64  # a tile of attention; longer ones would be work beside shor
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Sizes of a padded batch: rows of tokens, places for texts, and fillers behind them."""
+    """Sizes of a batch that is padded for a CUDA graph: tokens, texts, and fillers behind them."""
 
     total_tokens: int
     num_texts: int

@@ -19,7 +19,7 @@ _MAX_TOKENS = 2**31 - 1
 class Past:
     """Where the keys and values of a step's sequences lie in the paged cache.
 
-    A step mixes prefill pieces and decode rows: sequence i has seqlens[i] query rows, the last
+    A step mixes prefill chunks and decode rows: sequence i has seqlens[i] query rows, the last
     seqlens[i] of its kv_seqlens[i] keys.
     page_table: int32 [batch_size, max_pages], the pages of each sequence in order; entries past its
         last key, or before a sliding window, are not read.
@@ -207,14 +207,14 @@ def positions_of(
 
 
 def split(x: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:
-    """Views of packed rows, one [seqlen, ...] tensor a sequence."""
+    """Views of packed rows, one [seqlen, ...] tensor per sequence."""
     return list(torch.split(x, batch.seqlens.tolist()))
 
 
 def unpack(x: torch.Tensor, batch: PackedBatch, *, fill: float = 0.0) -> torch.Tensor:
     """Packed rows [total_tokens, ...] as a right-padded [batch_size, max_seqlen, ...] tensor.
 
-    For callers that need a rectangle (Hugging Face outputs, tests); bytetx itself never does.
+    For callers that need padding (Hugging Face outputs, tests); bytetx itself never does.
     """
     padded = x.new_full((batch.batch_size, batch.max_seqlen, *x.shape[1:]), fill)
     lengths = batch.seqlens.to(x.device).unsqueeze(1)

@@ -7,7 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "bytetx"
-FOLDERS = ("checkpoint", "cli", "serve")
+FOLDERS = (
+    "checkpoint",
+    "cli",
+    "encode",
+    "executor",
+    "generate",
+    "hf",
+    "integrations",
+    "nn",
+    "ops",
+    "parallel",
+    "requests",
+    "runtime",
+    "serve",
+)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 

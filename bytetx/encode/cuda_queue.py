@@ -109,7 +109,7 @@ class CudaQueue:
         return 0 if self._graphs is None else len(self._graphs)
 
     def _max_seqlen(self, bucket: Bucket, step: Step, *, is_padded: bool) -> int:
-        """Of the batch, or where it is padded of every batch that its bucket holds."""
+        """The longest sequence of the batch, or, if padded, of any batch that its bucket holds."""
         if not is_padded:
             return step.batch.max_seqlen
         return min(bucket.total_tokens, self._transformer.spec.max_positions)

@@ -39,7 +39,7 @@ _LONG_TOKENS, _SHORT = 256, 8
 # While short calls arrive beside long ones, steps are cut to about so long; and so long after one.
 _TARGET_STEP_S, _SHORT_MEMORY_S = 0.03, 1.0
 _MIN_STEP_TOKENS = 256
-# Of the estimate of tokens a second: the weight of a step, and what counts as a step of tokens.
+# The estimate of tokens per second: the weight of a step, and the fewest tokens of one that counts.
 _RATE_WEIGHT, _RATE_TOKENS = 0.2, 64
 _MIN_RETRY_S, _UNKNOWN_RETRY_S = 0.01, 1.0
 _MAX_RECENT = 512
@@ -251,7 +251,7 @@ class EncodeEngine:
     def end(self, call: OpenCall) -> None:
         """Forgets a call that was answered, or that nobody waits for any more."""
         if not self._process.is_this:
-            return  # of a forked child, where the lock may stay locked
+            return  # a forked child, where the lock may stay locked
         with self._changed:
             self._drop(call)
             self._open.discard(call)
@@ -295,7 +295,7 @@ class EncodeEngine:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the last steps; 0 before the first."""
+        """Tokens per second in the last steps; 0 before the first."""
         return self._rate or 0.0
 
     def counts(self) -> tuple[EngineCounts, list[StepStats]]:

@@ -41,7 +41,7 @@ def finish_finite(
     is_finite = task.are_finite(outputs, step)
     if is_finite.all():
         return task.finish(outputs, step), None
-    with np.errstate(all="ignore"):  # in results that nobody gets
+    with np.errstate(all="ignore"):  # results that are not finite are dropped below
         results = task.finish(outputs, step)
     if isinstance(results, np.ndarray):
         return results[is_finite], is_finite

@@ -178,7 +178,7 @@ class Runner:
     def _after(
         self, error: Exception, requests: Requests, failures: list[Failure], *, where: str
     ) -> list[Requests]:
-        """What to try instead of a step that failed, the last first."""
+        """The requests to run instead of a step that failed, the last first."""
         is_short = faults.is_out_of_memory(error)
         if is_short and len(requests) > 1:
             return requests.cut([0, len(requests) // 2, len(requests)])[::-1]

@@ -64,7 +64,7 @@ class OpenCall(QueuedCall):
 
 
 def waiters_of(calls: Sequence[OpenCall]) -> "list[asyncio.Future[None]]":
-    """Of the calls that need not wait any more; under the lock."""
+    """The waiters of calls that need not wait any more; under the lock."""
     found = []
     for call in calls:
         if call.waiter is not None and call.has_room:

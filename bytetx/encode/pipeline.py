@@ -34,7 +34,7 @@ _NO_RESULT = InputError("the engine gave no result")
 
 
 class EngineOptions(TypedDict):
-    """What `run` takes of a model and of a call."""
+    """Arguments that `run` takes of a model and of a call."""
 
     runner: Runner
     token_budget: int
@@ -46,7 +46,7 @@ class EngineOptions(TypedDict):
 class Finished(Generic[R]):
     """The results of one step, or of none in a window that has nothing to run.
 
-    indices: int64 [num_texts], in the caller's order.  results: one a text, in that order.
+    indices: int64 [num_texts], in the caller's order.  results: one per text, in that order.
     is_last: nothing of the window is missing but its failures.  failures: of this step.
     """
 

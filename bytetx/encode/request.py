@@ -18,7 +18,7 @@ Span = tuple[int, int]  # start and end
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Where each token of a text comes from; one entry a token in every list.
+    """Where each token of a text comes from; one entry per token in every list.
 
     offsets: (start, end) characters of the text.  word_ids: the word's index, None for special
     tokens.  special_tokens_mask: 1 where the tokenizer added the token.  sequence_ids: of a pair, 0
@@ -42,7 +42,7 @@ class Requests:
     token_ids: int32 [total_tokens], special tokens included.  is_truncated: bool [num_texts].
     token_type_ids: int32 [total_tokens], None means 0 everywhere.
     prompt_tokens: int32 [num_texts], tokens of the prompt at each start, None means 0 everywhere.
-    alignments: one a text, only where the task asked for them.
+    alignments: one per text, only where the task asked for them.
     unseen_tokens: int32 [num_texts], tokens at each end that see the others and that no token sees,
     None means 0 everywhere.
     chunks: int32 [num_texts], the number of each row among the chunks of its text, whose index all
@@ -95,7 +95,7 @@ class Requests:
         )
 
     def cut(self, bounds: Sequence[int]) -> "list[Requests]":
-        """Consecutive pieces, views of these columns: texts bounds[0] to bounds[1], and so on."""
+        """Consecutive parts, views of these columns: texts bounds[0] to bounds[1], and so on."""
         starts = self.cu_seqlens[bounds].tolist()
         return [
             self._piece(slice(bounds[i], bounds[i + 1]), slice(starts[i], starts[i + 1]))
@@ -140,13 +140,13 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class RunStats:
-    """What a run computed. None is what a run does not measure or count.
+    """Counts and times of a run. None is what a run does not measure or count.
 
     num_pad_tokens: pad tokens that a padded run in batches of 32, in arrival order, would have
     computed on top.  num_truncated: texts cut to the model's positions.  num_errors: texts that
     failed.  seconds: wall time, tokenisation included.  num_draft_tokens, num_accepted_tokens: of
     generation with num_speculative_tokens, drafted tokens and those of them that were right.
-    Of an AsyncModel alone: tokenize_seconds, from the call to the token ids, waits for
+    Only an AsyncModel gives: tokenize_seconds, from the call to the token ids, waits for
     a thread included; queue_seconds, from there to the start of the forward pass, and
     compute_seconds, from its start to its results, each the mean over the texts.
     """
@@ -238,8 +238,8 @@ class RunCounter:
 
 
 def _pad_tokens(batches: np.ndarray) -> int:
-    """Of lengths [num_batches, batch_size], each batch padded to its longest."""
-    if batches.shape[1] < 2:  # as of a call of one text
+    """Pad tokens of lengths [num_batches, batch_size], each batch padded to its longest."""
+    if batches.shape[1] < 2:  # a text alone is not padded
         return 0
     padded = batches.max(axis=1, initial=0).sum(dtype=np.int64) * batches.shape[1]
     return int(padded - batches.sum(dtype=np.int64))

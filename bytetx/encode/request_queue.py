@@ -37,7 +37,7 @@ class Piece:
 
     @property
     def next_tokens(self) -> int:
-        """Of the next text."""
+        """Tokens of the next text."""
         return int(self.ends[self.num_taken]) - self.tokens_taken
 
     @property

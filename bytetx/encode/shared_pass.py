@@ -40,7 +40,8 @@ class SharedPass:
         is_one = len(set(captures)) == 1 and (captures[0] is not None or len(parts) == 1)
         self._capture = captures[0] if is_one else None
         self._is_one = is_one
-        self._num_outputs: dict[int, int] = {}  # of each part, where they are computed apart
+        # By part: the number of its outputs, where parts are computed apart.
+        self._num_outputs: dict[int, int] = {}
 
     @property
     def key(self) -> object:
@@ -74,7 +75,7 @@ class SharedPass:
     def finish_parts(
         self, outputs: tuple[np.ndarray, ...], step: Step
     ) -> Iterator[tuple[np.ndarray, Sequence[Any], list[int]]]:
-        """Of each part: (numbers of requests, rising; their results; numbers of those without one,
+        """For each part: (numbers of requests, rising; their results; numbers of those without one,
         whose logits or vectors are not finite)."""
         for task, own, piece in self._split(outputs, step):
             results, is_finite = finish_finite(task, own, piece)

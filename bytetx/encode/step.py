@@ -54,7 +54,7 @@ class Capture:
 
 
 class Task(Protocol[R_co]):
-    """What to compute for a step, and how it gives each request's result."""
+    """A computation on a step, and the way from its outputs to each request's result."""
 
     @property
     def key(self) -> Hashable:
@@ -94,7 +94,7 @@ class HeadTask(Task[R_co], Protocol[R_co]):
     """A task whose compute is a head on the last hidden states; such tasks can share a pass."""
 
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """What compute gives, from transformer.forward(step.batch)."""
+        """compute's outputs, from those of transformer.forward(step.batch)."""
         ...
 
     @property

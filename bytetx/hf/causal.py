@@ -100,7 +100,7 @@ class CausalForward(PackedForward):
         rows: past.KeyValues = []
         batch = batch_of(inputs, layout, transformer)
         if transformer.spec.family == "opt" and inputs.position_ids is None:
-            batch = replace(batch, position_ids=_places(layout))
+            batch = replace(batch, position_ids=_token_indices(layout))
         x = self.bad_ids.run_forward(
             transformer,
             batch,
@@ -195,7 +195,7 @@ class LmHeadForward(StandIn):
 
         logits, labels, loss = self._logits(packed, given), given.get("labels"), None
         if labels is not None:
-            if labels.dim() == 1:  # of packed input, which was made a row as well
+            if labels.dim() == 1:  # packed input: it was made one row as well
                 labels = labels.unsqueeze(0)
             loss = self.module.loss_function(
                 logits=logits,
@@ -302,10 +302,10 @@ def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | N
     return None
 
 
-def _places(layout: Layout) -> torch.Tensor:
+def _token_indices(layout: Layout) -> torch.Tensor:
     """int32 [total_tokens]: which of its row's tokens each one is, as OPT counts positions."""
     starts = layout.cu_seqlens[:-1].repeat_interleave(
         layout.cu_seqlens.diff(), output_size=layout.total_tokens
     )
-    places = torch.arange(layout.total_tokens, dtype=torch.int32, device=starts.device)
-    return places - starts
+    rows = torch.arange(layout.total_tokens, dtype=torch.int32, device=starts.device)
+    return rows - starts

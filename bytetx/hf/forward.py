@@ -60,13 +60,13 @@ OUTPUTS = {
     "T5EncoderModel": "BaseModelOutputWithPastAndCrossAttentions",
     "MT5EncoderModel": "BaseModelOutputWithPastAndCrossAttentions",
 }
-# Heads that read only the first token of each sequence, so that no rectangle need be made.
+# Heads that read only the first token of each sequence, so that no padded batch need be made.
 _FIRST_TOKEN_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadCall:
-    """What a head tells its base model before it calls it.
+    """How a head reads the output of its base model, which is told before the call.
 
     reads_first: the head reads column 0; only_first: and no other column.
     reads_pads: the values at pads change the head's loss, or its output for a whole row.
@@ -101,7 +101,7 @@ def head_call(call: HeadCall) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """What a base model's pass on packed rows gave.
+    """The results of a base model's pass on packed rows.
 
     x: [total_tokens, output_size].  layers: where asked for, the embedding's and each layer's rows.
     past: a causal model's keys and values, in transformers' own cache.
@@ -326,7 +326,7 @@ class PackedForward(StandIn):
         if plan.snapshot.is_same_model():
             return inputs, rows
         if words is not None:
-            words.on_device.zero_()  # of tables that the model no longer has
+            words.on_device.zero_()  # the ids were checked against tables that were replaced
             words.send()
         return None
 
@@ -473,7 +473,7 @@ class PackedForward(StandIn):
 
 
 def zeros_of(module: "PreTrainedModel") -> Callable[[Any, Mapping[str, Any]], None] | None:
-    """What puts zeros at the pads of this head's output; None where they stay as they are."""
+    """The function that puts zeros at the pads of this head's output; None to leave them."""
     forward = module.base_model.__dict__.get("forward")
     if not isinstance(forward, PackedForward) or forward.keeps_pads:
         return None

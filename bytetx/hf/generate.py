@@ -189,7 +189,7 @@ class _Limits:
 
 
 def _limits(processors: Iterable[Any], criteria: Iterable[Any], *, width: int) -> _Limits | str:
-    """What transformers' prepared processors and criteria say, or which one is unknown here."""
+    """The limits in transformers' prepared processors and criteria, or an unknown one's name."""
     max_tokens, min_tokens, eos = 0, 0, ()
     for processor in processors:
         match type(processor).__name__:
@@ -267,10 +267,10 @@ def _generate(
     }
     answers: list[list[int]] = [[] for _ in prompts]
     while engine.has_work:
-        for piece in engine.step():
-            if piece.error is not None:
-                raise piece.error
-            answers[rows[piece.request_id]] = list(piece.token_ids)
+        for output in engine.step():
+            if output.error is not None:
+                raise output.error
+            answers[rows[output.request_id]] = list(output.token_ids)
     engines.put(taken)
     return answers
 

@@ -1,11 +1,11 @@
 """GraphPasses: a wrapped encoder's padded batches as CUDA graphs, over the engine's buckets.
 
 A call launches a kernel that packs its ids into a graph's block, the graph, and a kernel that
-writes the graph's rows into a new rectangle. The first pass of a bucket runs eagerly, the second is
-captured, later ones are replayed (bytetx.runtime.cuda_graphs).
+writes the graph's rows into a new padded batch. The first pass of a bucket runs eagerly, the second
+is captured, later ones are replayed (bytetx.runtime.cuda_graphs).
 
 The host chooses the bucket and so must know the number of tokens; where the mask lies on the GPU,
-reading it waits for the GPU. A small rectangle takes the bucket that holds all its places instead:
+reading it waits for the GPU. A small batch takes the bucket for all its padded positions instead:
 the pads' rows are fillers, and nothing is waited for. That costs less than the wait, behind which
 the GPU idles until the host has launched again: about 0.1 ms, in which a BERT-base computes about
 350 tokens (H200).
@@ -29,13 +29,13 @@ from bytetx.runtime.batch_layout import BatchLayout, batch_layout
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.on_stream import StreamOrder
 
-# Places of a rectangle that is not measured first; about half of them are pads in random batches.
+# Padded positions of a batch that is not measured first; in random batches about half are pads.
 MOST_UNMEASURED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """Which rows a call reads: all of them in a rectangle, each sequence's first, or both."""
+    """Which rows a call reads: all of them in a padded batch, each sequence's first, or both."""
 
     padded: bool
     first: bool
@@ -43,7 +43,7 @@ class Wants:
 
 @dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """What a pass gave; new tensors.
+    """The results of a pass; new tensors.
 
     padded: [num_rows, num_columns, hidden_size], zeros at pads.
     first: [num_rows, hidden_size], zeros of a row without tokens.
@@ -189,7 +189,7 @@ class GraphPasses:
     def _compute(
         self, layout: BatchLayout, wants: Wants, block: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """What a graph holds."""
+        """The computation that a graph captures."""
         x, first = self._forward(layout, _packed_in(block, layout), wants)
         if x is not None:
             self._states_of(layout.bucket).copy_(x)
@@ -229,13 +229,14 @@ class GraphPasses:
         return self._states[room][:tokens]
 
 
-@lru_cache(maxsize=1024)  # of a call of one text it would be 5 of 55 us before the launch
+# Computed anew, it would be 5 of the 55 us that a call of one text takes before the launch.
+@lru_cache(maxsize=1024)
 def _layout_of(
     num_rows: int, total_tokens: int, *, max_tokens: int, is_measured: bool, has_types: bool
 ) -> BatchLayout | None:
     """The layout of a batch's bucket; None where there is none, or no token.
 
-    total_tokens: where the batch is not measured all its places, of which each may be a pad.
+    total_tokens: where the batch is not measured all its positions, of which each may be a pad.
     """
     bucket = bucket_of(total_tokens, num_rows, max_tokens=max_tokens)
     if bucket is None or total_tokens == 0:

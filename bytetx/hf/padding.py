@@ -13,10 +13,10 @@ _INT32 = torch.iinfo(torch.int32)
 
 @dataclass(frozen=True, slots=True)
 class MaskFacts:
-    """What the host knows of a padded batch's mask.
+    """The host's knowledge of a padded batch's mask.
 
     seqlens: int32 [num_rows] on the host, each row's tokens.  starts_with_padding, has_holes: see
-    Layout.  device_seqlens: seqlens on the mask's device, None where all places are tokens.
+    Layout.  device_seqlens: seqlens on the mask's device, None where there are no pads.
     """
 
     num_rows: int
@@ -155,7 +155,7 @@ def padded_layout(
         return _full_layout(num_rows, num_columns, device)
     is_token = mask.bool().flatten()
     token_indices = torch.nonzero_static(is_token, size=facts.total_tokens).squeeze(1)
-    assert facts.device_seqlens is not None  # of a mask
+    assert facts.device_seqlens is not None  # the mask has pads
     return Layout(
         num_rows=num_rows,
         num_columns=num_columns,

@@ -9,7 +9,7 @@ from torch import nn
 
 from bytetx.hf.arguments import PAST_NAMES
 
-_IGNORED_LABEL = -100  # of torch's CrossEntropyLoss and of transformers' losses
+_IGNORED_LABEL = -100  # as in torch's CrossEntropyLoss and transformers' losses
 
 
 def is_token_of(given: Mapping[str, Any]) -> torch.Tensor | None:
@@ -71,8 +71,8 @@ def selects_all(keep: object) -> bool:
 
 
 def selected_columns(x: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
-    """What logits_to_keep keeps of [num_rows, num_columns, size], as the installed transformers
-    reads it: a tensor of two dimensions has a meaning of its own since 5.23."""
+    """The columns of [num_rows, num_columns, size] that logits_to_keep selects, as the installed
+    transformers reads it: a tensor of two dimensions has a meaning of its own since 5.23."""
     from transformers import modeling_utils
 
     if hasattr(modeling_utils, "slice_logits_to_keep"):

@@ -14,7 +14,7 @@ KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class PackedPast(DynamicCache):
-    """What a causal model returns as past_key_values: most callers never look into it.
+    """A causal model's past_key_values, which most callers never look into.
 
     Until one does, it holds the packed rows of each layer; then transformers' own layers, with
     zeros at pads, and is an ordinary DynamicCache from there on.

@@ -35,7 +35,7 @@ _UNREAD = {
     "gradient_checkpointing",
     "layerdrop",
     "training",
-    "vocab_size",  # of embeddings that were resized
+    "vocab_size",  # differs where embeddings were resized
 }
 # Of keys that the original forward reads at every call, or that say where a model came from.
 _UNREAD_CONFIG = {
@@ -126,7 +126,7 @@ class ReadValues:
 
 
 def difference_from_stock(base: PreTrainedModel, *, is_causal: bool) -> str | None:
-    """What the forward of a module below `base` reads that is not as the config says, or None.
+    """Name what the forward of a module below `base` reads that is not as the config says, or None.
 
     Parameters are not compared, nor is the pooler, which runs as it is.
     """

@@ -73,7 +73,7 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
 
     Encoders in f16 or bf16 on a GPU run as CUDA graphs, at most 64 of them, which hold memory until
     the model is moved, changed or unwrapped.  Outputs are new tensors.  Threads and streams may
-    share the model.  Batches of up to 1024 places, pads included, wait for no GPU.
+    share the model.  Batches of up to 1024 tokens, pads included, wait for no GPU.
 
     The parameters are shared, not copied: query, key and value of a layer become views of one
     storage, and so do gate and value; GPT-2's weights are laid out by columns in place.  Gemma's

@@ -20,7 +20,7 @@ from bytetx.requests.token_ids import check_range as check_ids
 # What one input may be; a pair is two strings, token ids are taken as they are.
 Input = Text | Ids
 
-_TOKENS_PER_CHARACTER = 0.25  # of English text; only a guess to size the first window
+_TOKENS_PER_CHARACTER = 0.25  # as in English; only a guess to size the first window
 _MIN_DENSITY, _MAX_DENSITY = 1 / 16, 4.0  # so that no window is much larger than it should be
 
 
@@ -236,7 +236,7 @@ class InputReader:
         self._tokens_per_character = min(max(density, _MIN_DENSITY), _MAX_DENSITY)
 
     def checked_texts(self, texts: Mapping[int, Text], errors: Errors) -> Mapping[int, Text]:
-        """What the tokenizer is given, by index in the caller's order; the others are errors."""
+        """The texts for the tokenizer, by index in the caller's order; the others are errors."""
         given = list(texts.values())
         if not self.prompt and are_all(given, str) and all(map(str.isascii, given)):
             return texts
@@ -295,7 +295,7 @@ class InputReader:
         ids, vocab_size = requests.token_ids, self.spec.vocab_size
         if not len(ids):
             return
-        if ids.dtype == np.int32:  # of a tokenizer: one below 0 is a large one without its sign
+        if ids.dtype == np.int32:  # a tokenizer's: as uint32, one below 0 is beyond the vocabulary
             if ids.view(np.uint32).max() < vocab_size:
                 return
         elif ids.min() >= 0 and ids.max() < vocab_size:

@@ -48,9 +48,9 @@ def cut_ids(items: Mapping[int, object], limit: int) -> tuple[Mapping[int, objec
 def _length(item: Sized) -> int:
     try:
         return len(item)
-    except OverflowError:  # of a range
+    except OverflowError:  # a range that is longer than sys.maxsize
         return sys.maxsize
-    except TypeError:  # of an array without dimensions
+    except TypeError:  # an array without dimensions
         return 0
 
 
@@ -73,7 +73,7 @@ def flatten_ids(items: Mapping[int, object], *, vocab_size: int, errors: Errors)
         rows, token_ids = given, _flatten_lists(given)
     elif are_all(given, np.ndarray):
         rows, token_ids = given, _flatten_arrays(given)
-    if token_ids is None:  # of several kinds, or with something wrong: one by one
+    if token_ids is None:  # several kinds, or something is wrong: check one by one
         checked: dict[int, np.ndarray] = {}
         for index, item in items.items():
             try:
