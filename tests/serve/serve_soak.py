@@ -16,7 +16,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -197,16 +199,16 @@ async def send_slowly(url: str, seconds: float) -> None:
     await asyncio.gather(*(one(number) for number in range(_NUM_SLOW)))
 
 
-async def watch_health(url: str, seconds: float) -> list[float]:
+def watch_health(url: str, seconds: float) -> list[float]:
     """Seconds that each GET /health took."""
     waits: list[float] = []
     end = time.monotonic() + seconds
-    async with httpx.AsyncClient(base_url=url, timeout=_WAIT_S) as client:
+    with httpx.Client(base_url=url, timeout=_WAIT_S) as client:
         while time.monotonic() < end:
             start = time.perf_counter()
-            assert (await client.get("/health")).status_code == 200
+            assert client.get("/health").status_code == 200
             waits.append(time.perf_counter() - start)
-            await asyncio.sleep(_HEALTH_EVERY_S)
+            time.sleep(_HEALTH_EVERY_S)
     return waits
 
 
@@ -241,7 +243,9 @@ async def watched(
         send(server.url, traffic, until=lambda _: time.monotonic() >= end)
     )
     url = server.url
-    health = asyncio.create_task(watch_health(url, seconds))
+    # A process of its own: the callers' work, in this one, delays no reading.
+    watcher = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    health = asyncio.wrap_future(watcher.submit(watch_health, url, seconds))
     largest = asyncio.create_task(send_largest(url, seconds))
     slow = asyncio.create_task(send_slowly(url, seconds))
     while not sending.done():
@@ -255,6 +259,7 @@ async def watched(
     counts += await largest
     await slow
     p99 = float(np.percentile(await health, 99))
+    watcher.shutdown()
     return counts, last / middle - 1, p99
 
 
@@ -276,10 +281,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size.add_argument("--minutes", type=float)
     size.add_argument("--requests", type=int)
     parser.add_argument("--frontends", default="1")
+    parser.add_argument("--log", type=Path, help="keep the server's log there")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         arguments, traffic = serve_models(Path(name))
-        log = Path(name) / "log"
+        log = options.log or Path(name) / "log"
         with start_server([*arguments, "--frontends", options.frontends], log=log) as server:
             growth = health = 0.0
             if options.requests is not None:
