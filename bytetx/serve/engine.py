@@ -22,6 +22,7 @@ from bytetx.encode.request import RunStats
 from bytetx.errors import DeviceLostError, InputError, NotFiniteError, shown
 from bytetx.generate.outputs import RequestOutput
 from bytetx.model import Model
+from bytetx.ops.heap import release_heap
 from bytetx.requests.chunks import offsets_of
 from bytetx.requests.prompts import ChatPrompt, Prompt
 from bytetx.sampling_params import SamplingParams
@@ -39,6 +40,8 @@ from bytetx.tasks.task import TASKS as DECLARED
 from bytetx.tasks.task import TaskSpec
 
 logger = logging.getLogger("bytetx.serve")
+
+_MANY_CHARACTERS = 1 << 18
 
 
 def model_facts(source: ModelSource, model: Model) -> ModelFacts:
@@ -215,6 +218,9 @@ class LeftTruncation:
                 too_long, ends.encode([given[place] for place in too_long]), strict=True
             ):
                 result[places[place]] = encoding.ids
+        del whole  # hundreds of bytes for each token
+        if sum(map(len, given)) > _MANY_CHARACTERS:
+            release_heap()
         return result, len(too_long)
 
 

@@ -9,11 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from bytetx.encode.request import Window
+from bytetx.ops.heap import release_heap
 from bytetx.requests.inputs import Input, InputReader
 from bytetx.runtime.forking import computing
 
 # Calls of at most so many texts are tokenised with others, and so many calls at a time.
 _MAX_SMALL_TEXTS, _MAX_CALLS = 32, 64
+_MANY_TOKENS = 1 << 16
 
 
 class Owner(Protocol):
@@ -74,8 +76,11 @@ class ReadingPool:
     def _run(self) -> None:
         while (first := self._readings.get()) is not None:
             readings = [first, *self._others()]
+            num_tokens = sum(map(_num_tokens, readings))
             _read(readings)
             del readings, first  # while this thread waits it holds nothing of a caller
+            if num_tokens > _MANY_TOKENS:  # each took some hundred bytes of the library's
+                release_heap()
 
     def _others(self) -> list[Reading]:
         """What waits beside the first reading, a share of it where there are other threads."""
@@ -91,6 +96,11 @@ class ReadingPool:
                 break
             found.append(reading)
         return found
+
+
+def _num_tokens(reading: Reading) -> int:
+    """A guess of the tokens of a reading's texts before they are cut."""
+    return sum(map(reading.reader.estimate_tokens, reading.texts))
 
 
 def _read(readings: Sequence[Reading]) -> None:
