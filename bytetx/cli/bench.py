@@ -214,7 +214,9 @@ def _sentence_transformers(folder: Path, device: str, dtype: Any) -> Callable[[l
     from sentence_transformers import SentenceTransformer
 
     options = {"dtype": dtype}
-    rival = SentenceTransformer(str(folder), device=device, model_kwargs=options)
+    rival = SentenceTransformer(
+        str(folder), device=device, model_kwargs=options, trust_remote_code=False
+    )
     return lambda texts: rival.encode(texts, batch_size=32, show_progress_bar=False)
 
 
