@@ -82,7 +82,7 @@ def refusal(root: Path = ROOT) -> str | None:
 
 
 def news(root: Path = ROOT) -> str:
-    """What changed since the latest run without failures, in one line and a line a file."""
+    """List the changes since the latest run without failures: one line, and one per file."""
     if is_covered(root):
         return "GPU tests: run on these sources"
     good = [one for one in read_receipts(root) if one.failed == 0]

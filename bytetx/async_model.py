@@ -149,7 +149,7 @@ class AsyncModel(AsyncModelTasks):
         self._pool.close()  # what it still has to tokenise was dropped
 
     def stats(self) -> AsyncStats:
-        """What runs and waits now, totals, and the last forward passes of one-pass tasks."""
+        """Running and waiting work, totals, and the last forward passes of one-pass tasks."""
         engines = [engine_stats(engine) for engine in self._engines.values()]
         num_draft_tokens, num_accepted_tokens = self._generation.draft_counts
         return replace(

@@ -248,6 +248,6 @@ class Model(GenerationMixin, ModelTasks):
         return "dot" if sentence.is_sparse else "cosine"
 
     def info(self) -> dict[str, Any]:
-        """What was loaded: family, sizes, dtype, device, heads, limits, tensors left unused."""
+        """The checkpoint's family, sizes, dtype, device, heads, limits and unused tensors."""
         limits = {"max_tokens": self.max_tokens, "token_budget": self.token_budget}
         return checkpoint_info(self.checkpoint, **limits)

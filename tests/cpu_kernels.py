@@ -1,4 +1,4 @@
-"""What tests of CPU kernels share: NaN in fresh memory, instruction sets, dtypes, activations.
+"""Helpers of the tests of CPU kernels: NaN in fresh memory, instruction sets, dtypes, activations.
 
 A test file gives the fixtures a name of its own to use them: `isa = cpu_kernels.isa`.
 """

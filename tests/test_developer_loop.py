@@ -1,4 +1,4 @@
-"""What a developer runs: tests chosen by what changed, and the stages of the whole check."""
+"""The developer's loop: tests chosen by what changed, and the stages of the whole check."""
 
 import importlib.util
 import subprocess

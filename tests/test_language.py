@@ -21,6 +21,7 @@ FOLDERS = (
     "requests",
     "runtime",
     "serve",
+    "tasks",
 )
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -28,6 +29,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def sources() -> Iterator[Path]:
     for folder in FOLDERS:
         yield from sorted((PACKAGE / folder).rglob("*.py"))
+    yield from sorted(PACKAGE.glob("*.py"))
 
 
 def test_no_docstring_begins_with_of_or_what() -> None:

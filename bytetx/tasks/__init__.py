@@ -1,1 +1,1 @@
-"""What the engines compute from hidden states, one file a task; see encode.step.Task."""
+"""Work of the engines on hidden states, one file per task; see tasks/task.py."""

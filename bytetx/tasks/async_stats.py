@@ -11,7 +11,7 @@ _COUNTS += ("padded_tokens", "num_steps", "num_draft_tokens", "num_accepted_toke
 
 @dataclass(frozen=True, slots=True)
 class AsyncStats:
-    """What an AsyncModel does now, and what it has done since it was made.
+    """Work of an AsyncModel now, and counts since it was made.
 
     num_queued, queued_tokens: texts that wait, those that are tokenised among them.  num_running:
     texts in forward passes.  num_calls: calls that are not answered.  num_generating: prompts.

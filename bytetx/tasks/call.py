@@ -28,7 +28,7 @@ class Sink(Protocol[T_co]):
         ...
 
     def result(self, num_texts: int, stats: RunStats) -> T_co:
-        """What the call returns, once every text has a result or an error."""
+        """The call's result, once every text has a result or an error."""
         ...
 
 

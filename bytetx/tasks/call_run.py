@@ -67,7 +67,7 @@ class CallRun(Generic[T]):
         )
         self._counter = RunCounter()
         self._tokenize_seconds = 0.0
-        self._failures: list[Failure] = []  # of texts that were refused
+        self._failures: list[Failure] = []  # the texts that were refused
         self._reading, self._called = (0, 0), 0.0  # as announced, and when
 
     async def result(self) -> T:

@@ -313,7 +313,7 @@ class VectorSink:
 
     @property
     def rows(self) -> np.ndarray:
-        """What has been put so far."""
+        """The rows that have been put so far."""
         return self._rows
 
     def put_rows(self, indices: np.ndarray, results: Sequence[np.ndarray]) -> None:

@@ -328,9 +328,9 @@ class GenerationRun:
         self._engine, self._reader, self._params = engine, reader, params
         self._read_ahead, self.streams = read_ahead, streams
         self._keeps_errors = keeps_errors
-        self._prompt_indices: dict[int, int] = {}  # of unfinished requests, by request id
+        self._prompt_indices: dict[int, int] = {}  # unfinished requests, by request id
         self._num_unfinished: dict[int, int] = {}  # outputs, by request id
-        self._num_prompt_tokens: dict[int, int] = {}  # of unfinished prompts, by prompt index
+        self._num_prompt_tokens: dict[int, int] = {}  # unfinished prompts, by prompt index
         self._num_read = self._num_tokens = self._num_errors = 0
         self._start, self._drafts_before = perf_counter(), engine.draft_counts
 

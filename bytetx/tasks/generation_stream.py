@@ -21,7 +21,7 @@ _RETRY_S = 1.0
 
 @dataclass(slots=True, weakref_slot=True)
 class PromptGroup:
-    """What the prompts of one request have in all, each output's counted.
+    """Sums over the prompts of one request, each output's counted.
 
     A group that exceeds a limit by itself is refused, even if nothing else is open.
     """

@@ -74,7 +74,7 @@ class GroupedRun(CallRun[Embeddings]):
             for answer in self.answers:
                 if not answer.done():
                     answer.set_exception(error)
-        except Exception:  # of one call perhaps: each finds its own
+        except Exception:  # perhaps one call caused it: each finds its own
             for number in range(len(self.answers)):
                 self._run_alone(number)
         finally:

@@ -23,7 +23,7 @@ _FILLERS = ("0", "1 2 3 4")
 
 @dataclass(frozen=True, slots=True)
 class PairPrompts:
-    """What the model reads for each document, or why there is nothing to read.
+    """The input of the model for each document, or why there is none.
 
     num_truncated: prompts that were cut already.
     """

@@ -96,7 +96,7 @@ def quantized(x: torch.Tensor, quantizer: Quantizer | None) -> tuple[torch.Tenso
 def make_quantizer(
     precision: str, ranges: object, *, dim: int, device: torch.device
 ) -> Quantizer | None:
-    """What `precision` asks for; None for float32, whose vectors stay as they are.
+    """The quantizer of a precision; None for float32, whose vectors stay as they are.
 
     Raises OptionError for an unknown precision, and for ranges that are not finite [2, dim] or
     that the precision does not use.

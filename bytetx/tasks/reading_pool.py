@@ -83,7 +83,7 @@ class ReadingPool:
                 release_heap()
 
     def _others(self) -> list[Reading]:
-        """What waits beside the first reading, a share of it where there are other threads."""
+        """Readings that wait beside the first one, a share of it where there are other threads."""
         most = min(-(-self._readings.qsize() // self._num_threads), _MAX_CALLS)
         found: list[Reading] = []
         while len(found) < most:

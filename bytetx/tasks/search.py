@@ -373,7 +373,7 @@ def _every_score(
 
 
 def _prepared(x: torch.Tensor, function: str) -> torch.Tensor:
-    """Of unit length for cosine."""
+    """Scale rows to unit length for cosine."""
     if function != "cosine":
         return x
     if x.layout is not torch.sparse_csr:

@@ -152,7 +152,7 @@ class TaskSpec:
         return {name: found[name] for name in [*(n for n in found if n not in common), *common]}
 
     def signature(self, **run: Any) -> Signature:
-        """Of a method. run: more keyword arguments with their defaults."""
+        """The signature of a method. run: more keyword arguments with their defaults."""
         hints = get_type_hints(self.options)
         own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
         inputs = [
