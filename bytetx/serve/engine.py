@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -37,7 +37,7 @@ from bytetx.tasks.rerank import YES_NO_FAMILIES, reranks_by_logits
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.search import similarity as similarity_of
 from bytetx.tasks.task import TASKS as DECLARED
-from bytetx.tasks.task import TaskSpec
+from bytetx.tasks.task import TaskOptions, TaskSpec
 
 logger = logging.getLogger("bytetx.serve")
 
@@ -401,12 +401,19 @@ def _checked_options(spec: TaskSpec, given: Mapping[str, Any]) -> dict[str, Any]
             param="options",
         )
     try:
-        made = TypeAdapter(spec.options).validate_json(orjson.dumps(given), strict=True)
+        schema = _options_schema(spec.options)  # type: ignore[arg-type]  # classes have a hash
+        made = schema.validate_json(orjson.dumps(given), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(["options", *map(str, first["loc"])])
         raise ServeError("validation", f"{place}: {first['msg'][:300]}", param="options") from None
     return {name: getattr(made, name) for name in given}
+
+
+@cache
+def _options_schema(options: type[TaskOptions]) -> TypeAdapter[Any]:
+    """The schema of a task's options, which takes longer to build than a short call."""
+    return TypeAdapter(options)
 
 
 def _as_json(value: Any) -> Any:
