@@ -81,6 +81,15 @@ def kernel(op: str, device: torch.device) -> Kernel | None:
     return None if isinstance(found, str) else found
 
 
+@cached_lookup
+def has_module(device: torch.device) -> bool:
+    """Whether the native core runs on `device`, if not with a kernel of every op."""
+    module = _modules.get(device.type)
+    if module is None or isinstance(module, str):
+        return False
+    return device.type != "cuda" or refuse_gpu(device.index) is None
+
+
 def require_kernel(op: str, device: torch.device) -> Kernel:
     """The native kernel of `op`, which the caller has found to be there; else RuntimeError."""
     found = kernel(op, device)

@@ -52,7 +52,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
 def has_native_kernels(device: torch.device) -> bool:
     """Whether the native core has code for this device, if not for every op."""
-    return native.kernel("embed", device) is not None
+    return native.has_module(device)
 
 
 @native.cached_lookup
