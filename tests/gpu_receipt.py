@@ -3,11 +3,14 @@
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu_tests import RECEIPTS, ROOT, Receipt, append_receipt, head_commit
 from benchmarks.records import source_sha256, utc_now
+
+WORKER_OUTPUT = "gpu_receipt"
 
 
 class GpuReceipt:
@@ -33,6 +36,19 @@ class GpuReceipt:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expected = {item.nodeid for item in session.items if _needs_gpu(item.keywords)}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """Take what a process of xdist collected; each collects all tests and runs a part."""
+        found = getattr(node, "workeroutput", {}).get(WORKER_OUTPUT)
+        if found is None:
+            self.why_partial = self.why_partial or f"{node.gateway.id} ended early"
+            return
+        self._expected.update(found["expected"])
+        self.why_partial = self.why_partial or found["why_partial"]
+
+    def to_controller(self) -> dict[str, object]:
+        return {"expected": sorted(self._expected), "why_partial": self.why_partial}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if not _needs_gpu(report.keywords):
@@ -76,9 +92,28 @@ class GpuReceipt:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Without a GPU no test that needs one runs; processes of xdist see a part of the tests each.
-    if Path("/dev/nvidiactl").exists() and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(GpuReceipt(_why_partial(config), _cards, ROOT))
+    if Path("/dev/nvidiactl").exists():  # without a GPU no test that needs one runs
+        register(config)
+
+
+def register(config: pytest.Config) -> None:
+    """Count this session's tests; a process of xdist tells its own to the one that writes."""
+    is_worker = hasattr(config, "workerinput")
+    receipt = GpuReceipt(None if is_worker else _why_partial(config), _cards, ROOT)
+    config.pluginmanager.register(WorkerCounts(config, receipt) if is_worker else receipt)
+
+
+class WorkerCounts:
+    """Tells from a process of xdist which tests it collected."""
+
+    def __init__(self, config: pytest.Config, receipt: GpuReceipt) -> None:
+        self._config = config
+        self._receipt = receipt
+        self.pytest_deselected = receipt.pytest_deselected
+        self.pytest_collection_finish = receipt.pytest_collection_finish
+
+    def pytest_sessionfinish(self) -> None:
+        self._config.workeroutput[WORKER_OUTPUT] = self._receipt.to_controller()
 
 
 def _why_partial(config: pytest.Config) -> str | None:
@@ -88,8 +123,6 @@ def _why_partial(config: pytest.Config) -> str | None:
         return f"but of {' '.join(config.args)}"
     if option.ignore or option.ignore_glob:
         return "files were left out by --ignore"
-    if getattr(option, "numprocesses", None):
-        return "run it without -n"
     return None
 
 

@@ -136,3 +136,35 @@ def test_the_command_needs_no_package() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": ""})
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("GPU tests: ")
+
+
+def test_processes_of_xdist_write_one_line(checkout: Path) -> None:
+    """Each runs a part of the tests; one that GPUs need and `-k` leaves out makes a part."""
+    (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (checkout / "conftest.py").write_text(
+        f"""
+import sys
+from pathlib import Path
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import gpu_receipt
+
+gpu_receipt._cards = lambda: ["a card"]
+gpu_receipt.ROOT = Path(__file__).parent
+
+def pytest_configure(config):
+    gpu_receipt.register(config)
+"""
+    )
+    (checkout / "test_a.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.gpu\n@pytest.mark.parametrize('i', range(6))\ndef test_gpu(i): pass\n"
+        "@pytest.mark.gpu\ndef test_skipped(): pytest.skip('no')\n"
+        "def test_cpu(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n2", "-m", "gpu", "-p", "no:cacheprovider"]
+    subprocess.run([*command, "-k", "skipped or 0"], cwd=checkout, check=True, capture_output=True)
+    assert not (checkout / RECEIPTS).exists()
+    done = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
+    assert "has a new line" in done.stdout
+    (receipt,) = read_receipts(checkout)
+    assert (receipt.passed, receipt.skipped, receipt.failed) == (6, 1, 0)
