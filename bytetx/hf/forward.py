@@ -508,7 +508,10 @@ def _padded_ids(inputs: Inputs, passes: GraphPasses) -> PaddedIds | None:
         return None
     if ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # the caller captures the kernels themselves
-    types = inputs.token_type_ids if passes.transformer.spec.num_token_types else None
+    spec = passes.transformer.spec
+    if inputs.position_ids is not None and spec.layer_spec.rotary is not None:
+        return None  # the host looks whether the rotary tables have them: no kernel would tell
+    types = inputs.token_type_ids if spec.num_token_types else None
     shapes = (ids.shape, (1, ids.shape[1]))
     given = (ids, types, inputs.position_ids)
     for t in given:

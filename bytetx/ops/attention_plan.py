@@ -172,7 +172,7 @@ def run_triton(
 ) -> Tensor:
     """Triton's kernel on checked arguments that takes_triton accepts."""
     triton = triton_kernels(q.device)
-    assert triton is not None
+    assert triton is not None and plan.tile_rows == 0  # a native plan holds no sequence bounds
     attended: Tensor = triton.varlen_attention(
         q,
         k,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bytetx.errors import InputError
 from bytetx.hf import wrap
-from bytetx.ops import native, reference
+from bytetx.ops import native, reference, triton_backend
 
 SEQLENS = [9, 1, 14]
 BAD = 7000
@@ -135,15 +135,16 @@ def gpu_pair(name, **config):
     return stock, wrap(copy.deepcopy(stock))
 
 
-@pytest.fixture(params=["kernel", "torch"])
+@pytest.fixture(params=["native", "triton", "torch"])
 def path(request, monkeypatch):
-    """The kernels', or that of GPUs which have none for the embedding."""
-    if request.param == "torch":
-        own = native.kernel
-        monkeypatch.setattr(
-            native, "kernel", lambda op, device: None if op == "embed" else own(op, device)
-        )
-    return request.param
+    """The native kernels', Triton's where there are none, or torch's where there is neither."""
+    if request.param == "native":
+        yield request.param
+        return
+    with native.without_kernels("cuda"):
+        if request.param == "torch":
+            monkeypatch.setattr(triton_backend, "_lookup", lambda device_type, index: "none")
+        yield request.param
 
 
 @pytest.mark.gpu
@@ -161,7 +162,10 @@ def test_the_next_call_on_a_gpu_names_a_bad_id(name, bad, has_mask, value, path)
         del good["attention_mask"], wrong["attention_mask"]
     with torch.inference_mode():
         want, have = wrapped(**good)[0], wrapped(**wrong)[0]
-        assert torch.equal(have[:2], want[:2])
+        if path == "triton":  # attention computes rows that share a tile with a NaN one by one
+            assert largest_difference(have[:2], want[:2]) < 1e-4
+        else:
+            assert torch.equal(have[:2], want[:2])
         assert have[2, 5].isnan().all()
         if not has_mask:  # where there is one, the layout waits for the GPU
             torch.cuda.synchronize()
@@ -219,6 +223,7 @@ def test_two_models_hear_of_their_own_ids_alone(path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("path", ["native", "triton"], indirect=True)  # torch's waits for the GPU
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_a_replayed_graph_notes_bad_ids(name, path):
     # Heads and a dtype that attention has kernels for, which is what can be captured.

@@ -12,6 +12,7 @@ from fake_cuda import FakeStream, fake_capture
 from hf_models import (  # noqa: F401  (fixtures)
     FAMILIES,
     FAMILY_HEADS,
+    MAX_POSITIONS,
     fallbacks_are_errors,
     largest_difference,
     one_thread,
@@ -428,6 +429,23 @@ def test_packed_input_embeddings_and_long_rows_run_without_a_graph(graphs, runs)
         wrapped(torch.full((1, 48), 5))
         assert len(runs) == 1
     assert not passes_of(wrapped).takes(1, 49, None)
+
+
+@pytest.mark.parametrize("family", ["modernbert", "nomic_bert", "gte"])
+def test_positions_of_rotary_models_are_looked_at_before_they_run(graphs, runs, family):
+    """No kernel tells of positions beyond the tables: it would take the nearest rows."""
+    if family not in FAMILIES:
+        pytest.skip(f"this transformers has no {family}")
+    stock, wrapped = pair(family)
+    inputs = padded_inputs(SEQLENS)
+    for first in (3, -1, MAX_POSITIONS - 5):
+        inputs["position_ids"] = torch.arange(23)[None] + first
+        is_within = first == 3
+        with torch.inference_mode():
+            with nullcontext() if is_within else pytest.warns(FallbackWarning, match="position"):
+                have = wrapped(**inputs)
+            assert_equal_outputs(have, stock(**inputs), inputs["attention_mask"])
+    assert not runs
 
 
 def test_copies_and_unwrapped_models_have_graphs_of_their_own(graphs, runs):
