@@ -16,10 +16,11 @@ from torch import Tensor
 from benchmarks.gpu import DTYPES, Gpu, gpu_suite, num_rotated, sample_us_of
 from benchmarks.ranks import Ranks, join_ranks, overlap_measurement, ranks_us
 from benchmarks.suite import Measurement, Suite
-from bytetx.ops.comm_gemm import RowNorm, all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from bytetx.ops.comm_gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.norm import layer_norm
+from bytetx.ops.row_norm import LayerNorm
 from bytetx.parallel.layout import shard_offsets
 
 # Of a suite: (model, layer) -> outputs and inputs of all ranks.
@@ -118,7 +119,7 @@ def measure_scatter(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
     part = _empty(even, n, dtype=dtype)
     residual, rest = _randn(own, n, dtype=dtype), _randn(even, n, dtype=dtype)
     vector = _randn(n, dtype=dtype)
-    norm = RowNorm(vector, vector, 1e-5)
+    norm = LayerNorm(vector, vector, 1e-5)
 
     def ours(w: LinearWeight) -> None:
         gemm_reduce_scatter(
@@ -161,7 +162,7 @@ def measure_reduce(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
     weights = _weights(n, k, shape.dtype)
     x, residual = _randn(m, k, dtype=dtype), _randn(m, n, dtype=dtype)
     vector = _randn(n, dtype=dtype)
-    norm = RowNorm(vector, vector, 1e-5)
+    norm = LayerNorm(vector, vector, 1e-5)
     product = symm_mem.empty(m, n, dtype=dtype, device=torch.device("cuda"))
     world = dist.group.WORLD
     assert world is not None  # join() has made it
@@ -237,7 +238,9 @@ def _weights(n: int, k: int, dtype: str) -> list[LinearWeight]:
     return [prepare_linear(_randn(n, k, dtype=DTYPES[dtype]), prepack=False) for _ in range(count)]
 
 
-def _then_norm(call: Callable[[LinearWeight], Tensor], *, residual: Tensor, norm: RowNorm) -> Call:
+def _then_norm(
+    call: Callable[[LinearWeight], Tensor], *, residual: Tensor, norm: LayerNorm
+) -> Call:
     """call, then what ours does with its sums, but for the bias: norm(sums + residual), and h."""
 
     def run(w: LinearWeight) -> Tensor:

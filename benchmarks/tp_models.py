@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import Run
+from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.spec import ModelSpec, build_spec
-from bytetx.nn.blocks import Blocks, ColumnWeight, NormWeight, OutWeight, RowWeight
+from bytetx.nn.blocks import Blocks, ColumnWeight, OutWeight, RowWeight
 from bytetx.nn.kv_cache import KvCache, allocate_cache
 from bytetx.nn.layers import Layers, LayerWeights
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
+from bytetx.ops.row_norm import NORMS, RowNorm
 from bytetx.packed import PackedBatch, Past, pack_columns
 from bytetx.parallel.layout import shard_model
 from bytetx.parallel.tp import TpGroup
@@ -221,10 +223,10 @@ def _matrix(like: Tensor, n: int, k: int) -> Tensor:
     return _randn(like, n, k).mul_(k**-0.5)
 
 
-def _norm(spec: ModelSpec, like: Tensor) -> NormWeight:
-    has_shift = spec.layer_spec.norm == "layer_norm"
-    shift = like.new_zeros(spec.hidden_size) if has_shift else None
-    return NormWeight(like.new_ones(spec.hidden_size), shift)
+def _norm(spec: ModelSpec, like: Tensor) -> RowNorm:
+    kind = spec.layer_spec.norm
+    shift = like.new_zeros(spec.hidden_size) if NORM_KINDS[kind].has_shift else None
+    return NORMS[kind](like.new_ones(spec.hidden_size), shift, spec.layer_norm_eps)
 
 
 def _randn(like: Tensor, *shape: int) -> Tensor:

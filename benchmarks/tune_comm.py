@@ -23,7 +23,6 @@ from benchmarks.ranks import Ranks, RanksClock
 from benchmarks.suite import is_selected, none_fits
 from benchmarks.tp_models import MODELS, spec_of
 from bytetx.ops.comm_gemm import (
-    RowNorm,
     all_gather_gemm,
     column_gemm,
     gemm_all_reduce,
@@ -32,6 +31,7 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.comm_plan import CommPlan, Layer, Op, Transport, fused_plans
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
+from bytetx.ops.row_norm import LayerNorm
 from bytetx.parallel.layout import has_even_shards, shard_model, shard_offsets
 
 OPS: dict[str, Op] = {
@@ -259,7 +259,7 @@ def _scatter(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
     offsets = shard_offsets(m, ranks.size, step=min(_SHARD_STEP, m // ranks.size))
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
     x, residual, bias = _randn(m, layer.k), _randn(own, layer.n), _randn(layer.n)
-    norm = RowNorm(bias, bias, 1e-5)
+    norm = LayerNorm(bias, bias, 1e-5)
 
     def call(w: LinearWeight | GatedWeight, plan: CommPlan) -> None:
         assert isinstance(w, LinearWeight)
@@ -288,7 +288,7 @@ def _column(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
 
 def _reduce(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
     x, residual, bias = _randn(m, layer.k), _randn(m, layer.n), _randn(layer.n)
-    norm = RowNorm(bias, bias, 1e-5)
+    norm = LayerNorm(bias, bias, 1e-5)
 
     def call(w: LinearWeight | GatedWeight, plan: CommPlan) -> None:
         assert isinstance(w, LinearWeight)

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from bytetx.ops import comm_plan
 from bytetx.ops.comm_gemm import (
     Peers,
-    RowNorm,
     all_gather_gemm,
     gemm_all_reduce,
     gemm_reduce_scatter,
@@ -19,6 +18,7 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.comm_plan import CommPlan, plan_comm
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
+from bytetx.ops.row_norm import NORMS
 from bytetx.parallel.layout import shard_offsets
 
 EPS = 1e-5
@@ -147,7 +147,7 @@ def sum_layer(
             "residual": residuals[rank],
             "bias": bias if has_bias else None,
             "partial": partials[rank],
-            "norm": RowNorm(weight, None if is_rms else shift, EPS, kind),
+            "norm": NORMS[kind](weight, None if is_rms else shift, EPS),
             "plan": plan,
         }
         if is_sharded:

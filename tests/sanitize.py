@@ -171,8 +171,9 @@ def run_comm() -> None:
 
 def copy_and_sum(group: "Group", rows: Tensor) -> None:
     """What the transport by copy engines does beside cuBLAS, in a group of one rank."""
-    from bytetx.ops.comm_epilogue import RowNorm, SumEpilogue
+    from bytetx.ops.comm_epilogue import SumEpilogue
     from bytetx.ops.comm_kernels import sum_copies
+    from bytetx.ops.row_norm import LayerNorm
 
     workspace, (count, width) = group.peers[0].workspace, rows.shape
     copies, vector = workspace.copies, some(width, dtype=rows.dtype)
@@ -180,7 +181,7 @@ def copy_and_sum(group: "Group", rows: Tensor) -> None:
     copies.send(rows, 0, 0)
     copies.wait([])
     copies.end()
-    epilogue = SumEpilogue(rows, vector, RowNorm(vector, vector, 1e-5))
+    epilogue = SumEpilogue(rows, vector, LayerNorm(vector, vector, 1e-5))
     sum_copies(copies.rows(0, count, rows), epilogue, workspace.memory, size=1)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bytetx.checkpoint.norm_kinds import NORM_KINDS, NormKind
 from bytetx.errors import CheckpointError
 
 # What a feed-forward or a head may apply; bytetx.ops.linear runs each of them.
@@ -162,7 +163,7 @@ _HEADS = {
 # A key's allowed values, the default first.
 _CLOSED_VALUES = {
     "norm_placement": ("post", "pre", "output", "parallel"),
-    "norm": ("layer_norm", "rms_norm"),
+    "norm": tuple(NORM_KINDS),
     "positions": ("learned", "rotary", "none", "disentangled", "alibi"),
     "rotary_layout": ("halves", "pairs"),
     "qkv": ("separate", "stacked", "interleaved"),
@@ -177,7 +178,7 @@ _CLOSED_VALUES = {
     "unmasked_window": ("each_side", "both_sides"),
     # Which layer of each global_attention_period has no window.
     "global_layer": ("first", "last"),
-    # What is added to the weights of RMS norms.
+    # What is added to the weights of norms that have an offset.
     "norm_offset": (0, 1),
     "scales_words": (False, True),
     # Whether max_position_embeddings counts the positions after rotary scaling.
@@ -464,7 +465,7 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
     is_rotary = architecture["positions"] == "rotary"
     is_alibi = architecture["positions"] == "alibi"
     has_bias = "relative_bias_rows" in table["config"]
-    is_plain = architecture["norm"] == "layer_norm" and "project_in" not in embeddings
+    is_plain = _norm_kind(table).has_shift and "project_in" not in embeddings
     separate = architecture.get("qkv", "separate") == "separate"
     placement = architecture["norm_placement"]
     needed = [
@@ -526,6 +527,10 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
             )
 
 
+def _norm_kind(table: dict[str, Any]) -> NormKind:
+    return NORM_KINDS[table["architecture"]["norm"]]
+
+
 def _check_choices(where: str, table: dict[str, Any]) -> None:
     """Checks that choices are there only where something reads them."""
     architecture, config = table["architecture"], table["config"]
@@ -535,7 +540,7 @@ def _check_choices(where: str, table: dict[str, Any]) -> None:
         ("config", "query_pre_attn_scalar", False, "softmax_scale" in config),
         ("architecture", "scales_words", False, not is_causal),
         ("architecture", "unmasked_window", False, not is_causal),
-        ("architecture", "norm_offset", False, architecture["norm"] != "rms_norm"),
+        ("architecture", "norm_offset", False, not _norm_kind(table).has_offset),
         ("architecture", "global_layer", False, "global_attention_period" not in config),
         ("architecture", "scaled_layers", False, "windowed_rotary_theta" not in config),
     ]

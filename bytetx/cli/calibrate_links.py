@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from bytetx.nn.weight_gather import ShardCopies
-from bytetx.ops.comm_gemm import RowNorm, all_gather_gemm, gemm_reduce_scatter
+from bytetx.ops.comm_gemm import all_gather_gemm, gemm_reduce_scatter
 from bytetx.ops.linear import linear, prepare_linear
+from bytetx.ops.row_norm import LayerNorm
 from bytetx.parallel.layout import shard_offsets
 from bytetx.parallel.planner.machine import Kind, wire_bytes
 from bytetx.parallel.tp import GroupCollectives, TpGroup
@@ -91,7 +92,7 @@ def measure_sums(group: TpGroup, *, rows: Sequence[int], features: int, timer: T
     randn = partial(torch.randn, device=device, dtype=torch.bfloat16)
     first = prepare_linear(randn(inner, features) * features**-0.5, prepack=False)
     second = prepare_linear(randn(features, inner) * features**-0.5, prepack=False)
-    norm = RowNorm(randn(features), randn(features), 1e-5)
+    norm = LayerNorm(randn(features), randn(features), 1e-5)
     points = []
     for m in rows:
         offsets = shard_offsets(m, size, step=_ROW_STEP)

@@ -431,7 +431,6 @@ def _group_masked_lm(head: MaskedLMHead | None, executor: GroupExecutor) -> Mask
         head.dense,
         head.activation,
         head.norm,
-        head.norm_eps,
         head.decoder,
         head.blocks,
         executor=executor,

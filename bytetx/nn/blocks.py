@@ -14,17 +14,8 @@ from bytetx.ops.embedding import embed
 from bytetx.ops.fp8_linear import Fp8LinearWeight
 from bytetx.ops.gated import GatedWeight, gated_linear
 from bytetx.ops.linear import LinearWeight, fuses_residual, linear
-from bytetx.ops.linear_norm import linear_norm
-from bytetx.ops.norm import layer_norm, rms_norm
+from bytetx.ops.row_norm import RowNorm
 from bytetx.parallel.layout import ModelShard
-
-
-@dataclass(frozen=True, slots=True)
-class NormWeight:
-    """Scale and shift of a norm, each [hidden_size]; an RMS norm has no shift."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +76,12 @@ class Rows(Protocol):
         w: OutWeight,
         *,
         residual: Tensor,
-        norm: NormWeight,
+        norm: RowNorm,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def row_parallel_post_norm(
-        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
+        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: RowNorm
     ) -> Tensor: ...
 
     def row_parallel_output_norm(
@@ -99,20 +90,20 @@ class Rows(Protocol):
         w: OutWeight,
         *,
         residual: Tensor,
-        output_norm: NormWeight,
-        norm: NormWeight | None,
+        output_norm: RowNorm,
+        norm: RowNorm | None,
     ) -> tuple[Tensor, Tensor]: ...
 
-    def norm(self, x: Tensor, norm: NormWeight) -> Tensor: ...
+    def norm(self, x: Tensor, norm: RowNorm) -> Tensor: ...
 
     def norm_sum(
-        self, x: Tensor, *, residual: Tensor, norm: NormWeight | None
+        self, x: Tensor, *, residual: Tensor, norm: RowNorm | None
     ) -> tuple[Tensor, Tensor]: ...
 
     def sum_ranks(self, partial: Tensor) -> Tensor: ...
 
     def norm_projections(
-        self, q: Tensor, k: Tensor, q_norm: NormWeight, k_norm: NormWeight
+        self, q: Tensor, k: Tensor, q_norm: RowNorm, k_norm: RowNorm
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -182,8 +173,6 @@ class LocalBlocks:
 
     def __init__(self, spec: ModelSpec):
         self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
-        self._eps, self._projection_eps = spec.layer_norm_eps, spec.norm_eps
-        self._is_rms = spec.layer_spec.norm == "rms_norm"
 
     def begin(self, total_tokens: int) -> Rows:
         return self
@@ -221,7 +210,7 @@ class LocalBlocks:
         w: OutWeight,
         *,
         residual: Tensor,
-        norm: NormWeight,
+        norm: RowNorm,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(norm(h), h) of h = x @ w.T + bias + residual (+ partial), of the rows of residual.
@@ -231,27 +220,16 @@ class LocalBlocks:
         assert isinstance(w, LinearWeight)
         if partial is None and fuses_residual(x.shape[0], w):
             h = linear(x, w, residual=residual)
-            return self.norm(h, norm), h
+            return norm(h), h
         d = linear(x, w, residual=partial)
-        return self._norm(d, norm, residual=residual, sum_out=d), d
+        return norm(d, residual=residual, sum_out=d), d
 
     def row_parallel_post_norm(
-        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
+        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: RowNorm
     ) -> Tensor:
         """The first result of row_parallel alone; it overwrites the sum."""
         assert isinstance(w, LinearWeight)
-        if not self._is_rms:
-            return linear_norm(
-                x,
-                w,
-                residual=residual,
-                norm_weight=norm.weight,
-                norm_bias=norm.bias,
-                eps=self._eps,
-            )
-        is_fused = fuses_residual(x.shape[0], w)
-        d = linear(x, w, residual=residual if is_fused else None)
-        return self._norm(d, norm, residual=None if is_fused else residual, out=d)
+        return norm.after_linear(x, w, residual=residual)
 
     def row_parallel_output_norm(
         self,
@@ -259,60 +237,39 @@ class LocalBlocks:
         w: OutWeight,
         *,
         residual: Tensor,
-        output_norm: NormWeight,
-        norm: NormWeight | None,
+        output_norm: RowNorm,
+        norm: RowNorm | None,
     ) -> tuple[Tensor, Tensor]:
         """(norm(h), h) of h = output_norm(x @ w.T + bias) + residual; (h, h) without a norm."""
         assert isinstance(w, LinearWeight)
         d = linear(x, w)
-        return self.norm_sum(self._norm(d, output_norm, out=d), residual=residual, norm=norm)
+        return self.norm_sum(output_norm(d, out=d), residual=residual, norm=norm)
 
     def norm_sum(
-        self, x: Tensor, *, residual: Tensor, norm: NormWeight | None
+        self, x: Tensor, *, residual: Tensor, norm: RowNorm | None
     ) -> tuple[Tensor, Tensor]:
         """(norm(h), h) of h = x + residual, which takes x's memory; (h, h) without a norm."""
         if norm is None:
             x += residual
             return x, x
-        return self._norm(x, norm, residual=residual, sum_out=x), x
+        return norm(x, residual=residual, sum_out=x), x
 
-    def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
-        return self._norm(x, norm)
+    def norm(self, x: Tensor, norm: RowNorm) -> Tensor:
+        return norm(x)
 
     def sum_ranks(self, partial: Tensor) -> Tensor:
         """This rank's rows of the sum over ranks; partial: all rows, f32."""
         return partial
 
     def norm_projections(
-        self, q: Tensor, k: Tensor, q_norm: NormWeight, k_norm: NormWeight
+        self, q: Tensor, k: Tensor, q_norm: RowNorm, k_norm: RowNorm
     ) -> tuple[Tensor, Tensor]:
         """RMS norms of a token's queries, and of its keys, over all heads together; new tensors.
 
         q, k: [total_tokens, heads, head_dim].  Weights: [heads * head_dim].
         """
-        eps = self._projection_eps
-        rows = ((q, q_norm), (k, k_norm))
-        normed = (rms_norm(x.flatten(1).contiguous(), norm.weight, eps=eps) for x, norm in rows)
-        new_q, new_k = normed
+        new_q, new_k = (norm(x.flatten(1).contiguous()) for x, norm in ((q, q_norm), (k, k_norm)))
         return new_q.view(q.shape), new_k.view(k.shape)
-
-    def _norm(
-        self,
-        x: Tensor,
-        norm: NormWeight,
-        *,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        sum_out: Tensor | None = None,
-    ) -> Tensor:
-        """The model's norm of x + residual; out, sum_out: as of bytetx.ops.norm."""
-        if self._is_rms:
-            return rms_norm(
-                x, norm.weight, eps=self._eps, residual=residual, out=out, sum_out=sum_out
-            )
-        return layer_norm(
-            x, norm.weight, norm.bias, eps=self._eps, residual=residual, out=out, sum_out=sum_out
-        )
 
 
 class InterruptedRows(LocalBlocks):
@@ -339,14 +296,14 @@ class InterruptedRows(LocalBlocks):
         w: OutWeight,
         *,
         residual: Tensor,
-        norm: NormWeight,
+        norm: RowNorm,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         self._run()
         return super().row_parallel(x, w, residual=residual, norm=norm, partial=partial)
 
     def row_parallel_post_norm(
-        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
+        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: RowNorm
     ) -> Tensor:
         self._run()
         return super().row_parallel_post_norm(x, w, residual=residual, norm=norm)
@@ -357,8 +314,8 @@ class InterruptedRows(LocalBlocks):
         w: OutWeight,
         *,
         residual: Tensor,
-        output_norm: NormWeight,
-        norm: NormWeight | None,
+        output_norm: RowNorm,
+        norm: RowNorm | None,
     ) -> tuple[Tensor, Tensor]:
         self._run()
         return super().row_parallel_output_norm(

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import NormWeight
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.ops.norm import layer_norm
+from bytetx.ops.row_norm import RowNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +20,12 @@ class Convolution:
     size: int
     activation: str
     linear: LinearWeight
-    norm: NormWeight
-    eps: float
+    norm: RowNorm
 
     def forward(self, around: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """around: rows of neighbors().  x, result: [the same rows, hidden_size]."""
         y = linear(around, self.linear, activation=self.activation)
-        return layer_norm(y, self.norm.weight, self.norm.bias, eps=self.eps, residual=x)
+        return self.norm(y, residual=x)
 
 
 def neighbors(x: torch.Tensor, cu_seqlens: torch.Tensor, size: int) -> torch.Tensor:
@@ -61,6 +59,5 @@ def load_convolution(spec: ModelSpec, load: TensorLoader) -> Convolution | None:
         size=convolution.size,
         activation=convolution.activation,
         linear=load.linear_from(by_neighbor, bias),
-        norm=load.norm(convolution.norm, hidden, has_bias=True),
-        eps=spec.norm_eps,
+        norm=load.norm(convolution.norm, hidden, eps=spec.norm_eps),
     )

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import ColumnWeight, NormWeight, OutWeight, Rows, RowWeight
+from bytetx.nn.blocks import ColumnWeight, OutWeight, Rows, RowWeight
 from bytetx.nn.sharded_blocks import ShardedBlocks, ShardedRows
 from bytetx.ops import reference
 from bytetx.ops.gated import GatedWeight, gate
 from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.row_norm import RowNorm
 from bytetx.parallel.layout import feature_offsets, local_range, shard_model
 from bytetx.parallel.tp import AxisGroups
 
@@ -65,7 +65,7 @@ class _FeatureRows(ShardedRows):
         w: OutWeight,
         *,
         residual: Tensor,
-        norm: NormWeight,
+        norm: RowNorm,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         h = self._sum(x, w, partial=partial) + residual
@@ -78,33 +78,21 @@ class _FeatureRows(ShardedRows):
         w: OutWeight,
         *,
         residual: Tensor,
-        output_norm: NormWeight,
-        norm: NormWeight | None,
+        output_norm: RowNorm,
+        norm: RowNorm | None,
     ) -> tuple[Tensor, Tensor]:
         d = self.norm(self._sum(x, w, partial=None).to(x.dtype), output_norm)
         return self.norm_sum(d, residual=residual, norm=norm)
 
     def norm_sum(
-        self, x: Tensor, *, residual: Tensor, norm: NormWeight | None
+        self, x: Tensor, *, residual: Tensor, norm: RowNorm | None
     ) -> tuple[Tensor, Tensor]:
         h = x + residual
         return (h, h) if norm is None else (self.norm(h, norm), h)
 
-    def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
-        """Statistics are sums over x ranks, in f64: a mean far from 0 then costs no digits."""
-        blocks, wide = self._features, x.float()
-        squares = wide.square().sum(1, dtype=torch.float64)
-        count = blocks.hidden_offsets[-1]
-        if blocks.norm_kind == "rms_norm":
-            mean_square = self._x.all_reduce(squares[:, None]) / count
-            scale = torch.rsqrt(mean_square + blocks.norm_eps)
-            return (wide * scale.float() * norm.weight).to(x.dtype)
-        sums = torch.stack([wide.sum(1, dtype=torch.float64), squares], dim=1)
-        mean, mean_square = (self._x.all_reduce(sums) / count).unbind(1)
-        variance = (mean_square - mean.square()).clamp_(min=0)
-        scale = torch.rsqrt(variance + blocks.norm_eps)
-        normed = (wide - mean.float()[:, None]) * scale.float()[:, None] * norm.weight
-        return (normed if norm.bias is None else normed + norm.bias).to(x.dtype)
+    def norm(self, x: Tensor, norm: RowNorm) -> Tensor:
+        """Statistics are sums over x ranks."""
+        return norm.over_ranks(x, self._x.all_reduce, self._features.hidden_offsets[-1])
 
     def _sum(self, x: Tensor, w: OutWeight, *, partial: Tensor | None) -> Tensor:
         """The product's sum over y, with the bias: this rank's hidden features of it."""

@@ -19,7 +19,6 @@ from bytetx.nn.blocks import (
     ColumnWeight,
     Fp8InnerWeight,
     LocalBlocks,
-    NormWeight,
     OutWeight,
     Rows,
 )
@@ -28,6 +27,7 @@ from bytetx.ops.fp8_linear import Fp8LinearWeight, fp8_linear, prepare_fp8_linea
 from bytetx.ops.linear import LinearWeight, fuses_residual, linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.quantize import quantize_rows
+from bytetx.ops.row_norm import LayerNorm, RowNorm
 
 FP8_MAX = 448.0
 # Between the bound in exact arithmetic and what rounded weights and rows may give.
@@ -42,7 +42,7 @@ def takes_fp8(spec: ModelSpec) -> bool:
     return layers.norm_placement == "post" and layers.norm == "layer_norm" and is_plain
 
 
-class Fp8Norm(NormWeight):
+class Fp8Norm(LayerNorm):
     """A norm whose rows an FP8 GEMM reads: it writes them in E4M3 as well."""
 
     __slots__ = ()
@@ -76,7 +76,7 @@ class _Fp8Rows(LocalBlocks):
         return fp8_linear(*self._copy, w, activation=activation)
 
     def row_parallel_post_norm(
-        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
+        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: RowNorm
     ) -> Tensor:
         """The norm's result overwrites the sum, and its E4M3 copy that of the residual."""
         if isinstance(w, Fp8LinearWeight):
@@ -87,7 +87,7 @@ class _Fp8Rows(LocalBlocks):
             d = linear(x, w, residual=residual if is_fused else None)
         copy = self._copy if isinstance(norm, Fp8Norm) else None
         rest = None if is_fused else residual
-        layer_norm(d, norm.weight, norm.bias, eps=self._eps, residual=rest, out=d, fp8_out=copy)
+        layer_norm(d, norm.weight, norm.bias, eps=norm.eps, residual=rest, out=d, fp8_out=copy)
         self._source, self._copy = d, copy
         return d
 
@@ -104,16 +104,16 @@ def quantize_layer(w: LayerWeights, *, is_last: bool) -> LayerWeights:
     return LayerWeights(
         qkv=_quantized(w.qkv),
         attn_out=w.attn_out,
-        attn_norm=Fp8Norm(w.attn_norm.weight, w.attn_norm.bias),
+        attn_norm=_fp8_norm(w.attn_norm),
         ffn_in=Fp8InnerWeight(_quantized(w.ffn_in), inner_scale),
         ffn_out=replace(out, scale=out.scale * inner_scale),
-        ffn_norm=ffn_norm if is_last else Fp8Norm(ffn_norm.weight, ffn_norm.bias),
+        ffn_norm=ffn_norm if is_last else _fp8_norm(ffn_norm),
         pos_k=w.pos_k,
         pos_q=w.pos_q,
     )
 
 
-def inner_bound(w: LinearWeight, norm: NormWeight) -> float:
+def inner_bound(w: LinearWeight, norm: RowNorm) -> float:
     """No |x @ w.T + bias| is larger where x is a row of this layer norm, nor its activation.
 
     x = z * weight + bias, z with k elements of sum 0 and of square sum k at most: an output is
@@ -127,6 +127,10 @@ def inner_bound(w: LinearWeight, norm: NormWeight) -> float:
     v = v - v.mean(1, keepdim=True)
     bounds = w.k**0.5 * v.norm(dim=1) + c.abs()
     return float(bounds.max().clamp(min=2.0**-60))
+
+
+def _fp8_norm(norm: RowNorm) -> Fp8Norm:
+    return Fp8Norm(norm.weight, norm.bias, norm.eps)
 
 
 def _quantized(w: ColumnWeight | OutWeight) -> Fp8LinearWeight:

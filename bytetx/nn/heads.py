@@ -7,12 +7,12 @@ import torch
 from bytetx.checkpoint.spec import HeadSpec, ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
-from bytetx.nn.blocks import Blocks, NormWeight
+from bytetx.nn.blocks import Blocks
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.log_softmax import log_softmax
-from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import pool
+from bytetx.ops.row_norm import RowNorm
 from bytetx.packed import PackedBatch
 
 # Logits of one block of rows: 128 MiB are 110 rows of a vocabulary of 151 936, twice in f32.
@@ -32,8 +32,7 @@ class ClassificationHead:
     dense: LinearWeight | None
     activation: str
     out: LinearWeight | None
-    norm: NormWeight | None = None
-    norm_eps: float = 0.0
+    norm: RowNorm | None = None
     pooling: str = "cls"
 
     @torch.inference_mode()
@@ -51,7 +50,7 @@ class ClassificationHead:
         if self.dense is not None:
             rows = _activated(rows, self.dense, self.activation)
         if self.norm is not None:
-            rows = layer_norm(rows, self.norm.weight, self.norm.bias, eps=self.norm_eps)
+            rows = self.norm(rows)
         return rows if self.out is None else linear(rows, self.out)
 
 
@@ -64,8 +63,7 @@ class MaskedLMHead:
 
     dense: LinearWeight | None
     activation: str
-    norm: NormWeight | None
-    norm_eps: float
+    norm: RowNorm | None
     decoder: LinearWeight
     blocks: Blocks | None = None
 
@@ -75,7 +73,7 @@ class MaskedLMHead:
         if self.dense is not None:
             rows = _activated(rows, self.dense, self.activation)
         if self.norm is not None:
-            rows = layer_norm(rows, self.norm.weight, self.norm.bias, eps=self.norm_eps)
+            rows = self.norm(rows)
         logits = linear(rows, self.decoder)
         return logits if self.blocks is None else self.blocks.gather_vocab(logits)
 
@@ -204,7 +202,6 @@ def load_masked_lm(
         dense=_dense(load, head, spec.embedding_size, spec.hidden_size),
         activation=head.activation or "none",
         norm=_norm(spec, load, head, spec.embedding_size),
-        norm_eps=head.norm_eps or 0.0,
         decoder=load.linear_from(load.tensor(decoder_name, shape, part=part), decoder_bias),
         blocks=blocks,
     )
@@ -232,10 +229,11 @@ def _dense(load: TensorLoader, head: HeadSpec, n: int, k: int) -> LinearWeight |
     return None if head.dense is None else load.linear(head.dense, n, k, has_bias=head.dense_bias)
 
 
-def _norm(spec: ModelSpec, load: TensorLoader, head: HeadSpec, size: int) -> NormWeight | None:
+def _norm(spec: ModelSpec, load: TensorLoader, head: HeadSpec, size: int) -> RowNorm | None:
     if head.norm is None:
         return None
-    return load.norm(head.norm, size, has_bias=spec.layer_spec.norm_bias)
+    eps = head.norm_eps or 0.0
+    return load.norm(head.norm, size, eps=eps, has_bias=spec.layer_spec.norm_bias)
 
 
 def load_lm(
@@ -294,7 +292,6 @@ def _classification(
         if head.out is None
         else load.linear(head.out, num_labels, hidden, has_bias=head.out_bias),
         norm=_norm(spec, load, head, hidden),
-        norm_eps=head.norm_eps or 0.0,
         pooling=head.pooling,
     )
 

@@ -10,20 +10,22 @@ from bytetx.checkpoint.layer_spec import (
     LINEARS,
     ExpertSpec,
 )
+from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.nn.alibi import model_slopes
-from bytetx.nn.blocks import Blocks, NormWeight, OutWeight
+from bytetx.nn.blocks import Blocks, OutWeight
 from bytetx.nn.convolution import load_convolution
 from bytetx.nn.layers import Layers, LayerWeights
 from bytetx.nn.quantization import Quantization, quantize_layers
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
-from bytetx.nn.tensors import TensorLoader, add_offset
+from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.weight_gather import LayerShard, WeightGather
 from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight
+from bytetx.ops.row_norm import RowNorm
 from bytetx.parallel.layout import features
 
 # Weight and bias of a linear layer.
@@ -83,7 +85,7 @@ def _alibi_slopes(spec: ModelSpec, load: TensorLoader, blocks: Blocks) -> torch.
 def tensor_names(spec: ModelSpec) -> Iterator[str]:
     """Every name that the layers and the last norm need, lazily."""
     layers = spec.layer_spec
-    has_shift = layers.norm == "layer_norm" and layers.norm_bias
+    has_shift = NORM_KINDS[layers.norm].has_shift and layers.norm_bias
     norms = [layers.final["norm"]] if layers.norm_placement != "post" else []
     for stem in norms:
         yield f"{stem}.weight"
@@ -226,15 +228,20 @@ class _LayerReader:
             experts=self._experts(names) if has_experts else None,
         )
 
-    def norm(self, stem: str, size: int) -> NormWeight:
-        has_bias = self.layer_spec.norm == "layer_norm" and self.layer_spec.norm_bias
-        part = None if self.hidden is None else Part(0, (self.hidden,))
-        offset = self.layer_spec.norm_offset
-        return self.load.norm(stem, size, has_bias=has_bias, offset=offset, part=part)
+    def norm(self, stem: str, size: int) -> RowNorm:
+        return self.load.norm(
+            stem,
+            size,
+            eps=self.spec.layer_norm_eps,
+            kind=self.layer_spec.norm,
+            has_bias=self.layer_spec.norm_bias,
+            offset=self.layer_spec.norm_offset,
+            part=None if self.hidden is None else Part(0, (self.hidden,)),
+        )
 
     def _head_norm(
         self, names: dict[str, str], key: str, num_heads: int, local: range | None
-    ) -> NormWeight | None:
+    ) -> RowNorm | None:
         """The norm of each head, or of all heads together; None where the family has none.
 
         local: this rank's features of all heads.
@@ -245,9 +252,8 @@ class _LayerReader:
         if self.layer_spec.qk_norm == "projection":
             size *= num_heads
             part = None if local is None else Part(0, (local,))
-        weight = self.load.tensor(f"{names[key]}.weight", (size,), part=part)
-        offset = self.layer_spec.norm_offset
-        return NormWeight(add_offset(weight, offset) if offset else weight, None)
+        offset, eps = self.layer_spec.norm_offset, self.spec.norm_eps
+        return self.load.norm(names[key], size, eps=eps, kind="rms_norm", offset=offset, part=part)
 
     def _qkv_parts(self, names: dict[str, str]) -> list[_Tensors]:
         """(weight, bias) of q, k and v; empty where one weight holds all three."""

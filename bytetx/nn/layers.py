@@ -7,7 +7,7 @@ import torch
 
 from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import Blocks, ColumnWeight, NormWeight, OutWeight, Rows
+from bytetx.nn.blocks import Blocks, ColumnWeight, OutWeight, Rows
 from bytetx.nn.convolution import Convolution, neighbors
 from bytetx.nn.kv_cache import KvCache, LayerCache
 from bytetx.nn.rotary import RotaryTables
@@ -19,6 +19,7 @@ from bytetx.ops.paged import paged_attention, write_kv
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
 from bytetx.ops.rotary import rotary
 from bytetx.ops.rotary_kv import norm_heads, rotary_write_kv
+from bytetx.ops.row_norm import RowNorm
 from bytetx.packed import PackedBatch
 
 OnLayer = Callable[[torch.Tensor], None]
@@ -32,15 +33,15 @@ class LayerWeights:
 
     qkv: ColumnWeight  # rows of q, then k, then v, unless Layers.is_interleaved
     attn_out: OutWeight
-    attn_norm: NormWeight | None  # None as well where the first of pre-norm layers has none
+    attn_norm: RowNorm | None  # None as well where the first of pre-norm layers has none
     ffn_in: ColumnWeight | None  # this and ffn_out are None where the layer has experts
     ffn_out: OutWeight | None
-    ffn_norm: NormWeight | None
-    q_norm: NormWeight | None = None
-    k_norm: NormWeight | None = None
+    ffn_norm: RowNorm | None
+    q_norm: RowNorm | None = None
+    k_norm: RowNorm | None = None
     # Norms of a block's output, before the residual is added.
-    attn_out_norm: NormWeight | None = None
-    ffn_out_norm: NormWeight | None = None
+    attn_out_norm: RowNorm | None = None
+    ffn_out_norm: RowNorm | None = None
     # Position projections of disentangled attention, [num_buckets, num_heads, head_dim] each.
     pos_k: torch.Tensor | None = None
     pos_q: torch.Tensor | None = None
@@ -73,7 +74,7 @@ class Layers:
         weights: Sequence[LayerWeights],
         *,
         blocks: Blocks,
-        final_norm: NormWeight | None = None,
+        final_norm: RowNorm | None = None,
         tables: dict[RotarySpec, RotaryTables] | None = None,
         relative_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
@@ -244,7 +245,7 @@ class Layers:
         h: torch.Tensor,
         x: torch.Tensor,
         w: ExpertsWeight,
-        norm: NormWeight | None,
+        norm: RowNorm | None,
         rows: Rows,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """_feed_forward of a layer with experts.
@@ -275,10 +276,10 @@ class Layers:
         y: torch.Tensor,
         w: OutWeight,
         x: torch.Tensor,
-        norm: NormWeight | None,
+        norm: RowNorm | None,
         rows: Rows,
         *,
-        output_norm: NormWeight | None,
+        output_norm: RowNorm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(what the next linear layer reads, the residual) after y @ w.T + bias + x.
 
@@ -294,7 +295,7 @@ class Layers:
             return x, x
         return rows.row_parallel(y, w, residual=x, norm=norm)
 
-    def _last_norm(self, i: int) -> NormWeight | None:
+    def _last_norm(self, i: int) -> RowNorm | None:
         """The norm after layer i: its ffn_norm, or the first norm of the next layer, if any."""
         if self.layer_spec.norm_placement == "post":
             return self.weights[i].ffn_norm
@@ -426,7 +427,7 @@ class Layers:
             eps=self.spec.norm_eps,
         )
 
-    def _head_weight(self, norm: NormWeight | None) -> torch.Tensor | None:
+    def _head_weight(self, norm: RowNorm | None) -> torch.Tensor | None:
         """The weight of a norm of each head; None where there is none."""
         return None if norm is None or self.layer_spec.norms_projections else norm.weight
 

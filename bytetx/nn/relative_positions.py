@@ -19,10 +19,8 @@ def load_positions(spec: ModelSpec, load: TensorLoader) -> torch.Tensor | None:
     table = load.tensor(spec.embeddings["relative"], shape).float()
     if not relative.has_norm:
         return table
-    norm = load.norm(spec.embeddings["relative_norm"], spec.hidden_size, has_bias=True)
-    assert norm.bias is not None
-    weight, bias = norm.weight.float(), norm.bias.float()
-    return torch.nn.functional.layer_norm(table, shape[1:], weight, bias, spec.norm_eps)
+    norm = load.norm(spec.embeddings["relative_norm"], spec.hidden_size, eps=spec.norm_eps)
+    return norm.in_torch(table)
 
 
 def project_positions(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,14 +11,12 @@ from bytetx.nn.blocks import (
     ColumnWeight,
     LayerGather,
     LocalBlocks,
-    NormWeight,
     OutWeight,
     Rows,
     RowWeight,
 )
 from bytetx.nn.layers import LayerWeights
 from bytetx.ops.comm_gemm import (
-    RowNorm,
     all_gather_gemm,
     column_gemm,
     gemm_all_reduce,
@@ -28,6 +25,7 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.embedding import embed
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.row_norm import RowNorm
 from bytetx.parallel.layout import ModelShard, feature_offsets, has_even_shards
 from bytetx.parallel.tp import TpGroup
 
@@ -45,10 +43,7 @@ class ShardedBlocks:
         self.num_heads, self.num_kv_heads = len(shard.heads), len(shard.kv_heads)
         self.group, self.shard, self.vocab = group, shard, shard.vocab
         self.peers = replace(group.peers, is_even=has_even_shards(spec, group.size))
-        self.local_blocks = LocalBlocks(spec)
-        self.norm_eps, self.spec = spec.layer_norm_eps, spec
-        is_rms = spec.layer_spec.norm == "rms_norm"
-        self.norm_kind: Literal["layer_norm", "rms_norm"] = "rms_norm" if is_rms else "layer_norm"
+        self.local_blocks, self.spec = LocalBlocks(spec), spec
         self._vocab_offsets = feature_offsets(spec.vocab_size, group.size)
 
     def sync_kernel_support(self, layers: Iterable[LayerWeights]) -> None:
@@ -173,12 +168,10 @@ class ShardedRows:
         w: OutWeight,
         *,
         residual: Tensor,
-        norm: NormWeight,
+        norm: RowNorm,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(w, RowWeight)
-        blocks = self._blocks
-        row_norm = RowNorm(norm.weight, norm.bias, blocks.norm_eps, blocks.norm_kind)
         if self._offsets is None:
             return gemm_all_reduce(
                 x,
@@ -187,7 +180,7 @@ class ShardedRows:
                 residual=residual,
                 bias=w.bias,
                 partial=partial,
-                norm=row_norm,
+                norm=norm,
             )
         return gemm_reduce_scatter(
             x,
@@ -197,11 +190,11 @@ class ShardedRows:
             residual=residual,
             bias=w.bias,
             partial=partial,
-            norm=row_norm,
+            norm=norm,
         )
 
     def row_parallel_post_norm(
-        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
+        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: RowNorm
     ) -> Tensor:
         return self.row_parallel(x, w, residual=residual, norm=norm)[0]
 
@@ -211,18 +204,18 @@ class ShardedRows:
         w: OutWeight,
         *,
         residual: Tensor,
-        output_norm: NormWeight,
-        norm: NormWeight | None,
+        output_norm: RowNorm,
+        norm: RowNorm | None,
     ) -> tuple[Tensor, Tensor]:
         zeros = torch.zeros_like(residual)
         d, _ = self.row_parallel(x, w, residual=zeros, norm=output_norm)
         return self.norm_sum(d, residual=residual, norm=norm)
 
-    def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
+    def norm(self, x: Tensor, norm: RowNorm) -> Tensor:
         return self._blocks.local_blocks.norm(x, norm)
 
     def norm_sum(
-        self, x: Tensor, *, residual: Tensor, norm: NormWeight | None
+        self, x: Tensor, *, residual: Tensor, norm: RowNorm | None
     ) -> tuple[Tensor, Tensor]:
         return self._blocks.local_blocks.norm_sum(x, residual=residual, norm=norm)
 
@@ -232,7 +225,7 @@ class ShardedRows:
         return self._collectives.reduce_scatter(partial, self._offsets)
 
     def norm_projections(
-        self, q: Tensor, k: Tensor, q_norm: NormWeight, k_norm: NormWeight
+        self, q: Tensor, k: Tensor, q_norm: RowNorm, k_norm: RowNorm
     ) -> tuple[Tensor, Tensor]:
         """The squares of all ranks' heads are summed; each rank norms its own heads."""
         spec = self._blocks.spec

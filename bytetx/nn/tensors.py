@@ -5,11 +5,13 @@ from itertools import islice
 
 import torch
 
+from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.weights import Part, Weights, take_part
 from bytetx.errors import CheckpointError
-from bytetx.nn.blocks import NormWeight, OutWeight, RowWeight
+from bytetx.nn.blocks import OutWeight, RowWeight
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
+from bytetx.ops.row_norm import NORMS, RowNorm
 
 # Missing tensors that are looked for before the search ends.
 _MAX_MISSING = 1000
@@ -88,16 +90,21 @@ class TensorLoader:
         stem: str,
         size: int,
         *,
+        eps: float,
+        kind: str = "layer_norm",
         has_bias: bool = True,
         offset: float = 0.0,
         part: Part | None = None,
-    ) -> NormWeight:
-        """offset: what is added to the weight in f32, before it is rounded.  part: as of tensor."""
+    ) -> RowNorm:
+        """kind: a key of NORMS.  has_bias: of a kind that may have one.  part: as of tensor.
+        offset: what is added to the weight in f32, before it is rounded.
+        """
         weight = self.tensor(f"{stem}.weight", (size,), part=part)
         if offset:
             weight = add_offset(weight, offset)
+        has_bias = has_bias and NORM_KINDS[kind].has_shift
         bias = self.tensor(f"{stem}.bias", (size,), part=part) if has_bias else None
-        return NormWeight(weight, bias)
+        return NORMS[kind](weight, bias, eps)
 
     def linear(self, stem: str, n: int, k: int, *, has_bias: bool = True) -> LinearWeight:
         """A linear layer of n outputs and k inputs."""

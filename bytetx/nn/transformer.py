@@ -12,7 +12,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
 from bytetx.nn.alibi import alibi_bias, model_slopes
-from bytetx.nn.blocks import Blocks, InterruptedRows, LocalBlocks, NormWeight, Rows
+from bytetx.nn.blocks import Blocks, InterruptedRows, LocalBlocks, Rows
 from bytetx.nn.fp8 import Fp8Blocks
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layer_weights import load_layers
@@ -24,6 +24,7 @@ from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.paged_plan import launches_by_sizes
+from bytetx.ops.row_norm import RowNorm
 from bytetx.packed import PackedBatch
 from bytetx.parallel.layout import ModelShard
 
@@ -33,7 +34,7 @@ class EmbeddingWeights:
     word: torch.Tensor  # [vocab_size, embedding_size]
     position: torch.Tensor | None  # [max_positions + position_offset, embedding_size]
     token_type: torch.Tensor | None  # [num_token_types, embedding_size]
-    norm: NormWeight | None
+    norm: RowNorm | None
     project: LinearWeight | None  # embedding_size -> hidden_size
     word_adapter: "WordAdapter | None" = None
 
@@ -265,7 +266,8 @@ def _embedding_weights(
     if spec.is_projected:
         project = _project_in(spec, load)
     if "norm" in names:
-        norm = load.norm(names["norm"], width, has_bias=spec.layer_spec.norm_bias)
+        has_bias = spec.layer_spec.norm_bias
+        norm = load.norm(names["norm"], width, eps=spec.norm_eps, has_bias=has_bias)
     return EmbeddingWeights(
         word=_word_table(spec, load, shard),
         position=_position_table(spec, load),

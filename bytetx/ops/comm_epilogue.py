@@ -1,22 +1,10 @@
 """Epilogue of the sum of all ranks' partial products: bias, residual and norm."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-from bytetx.ops import reference
-from bytetx.ops.norm import layer_norm, rms_norm
-
-
-@dataclass(frozen=True, slots=True)
-class RowNorm:
-    """The norm of a sum: weight, bias [n] (an RMS norm has no bias)."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    kind: Literal["layer_norm", "rms_norm"] = "layer_norm"
+from bytetx.ops.row_norm import RowNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +23,8 @@ class SumEpilogue:
 
         sums: [rows, n] in residual's dtype, which are overwritten with h, or in float32.
         """
-        norm, residual = self.norm, self.residual
+        residual = self.residual
         if sums.dtype == residual.dtype:
-            if norm.kind == "rms_norm":
-                normalized = rms_norm(
-                    sums, norm.weight, eps=norm.eps, residual=residual, sum_out=sums
-                )
-            else:
-                normalized = layer_norm(
-                    sums, norm.weight, norm.bias, eps=norm.eps, residual=residual, sum_out=sums
-                )
-            return normalized, sums
+            return self.norm(sums, residual=residual, sum_out=sums), sums
         h = sums.float() + residual.float()
-        if norm.kind == "rms_norm":
-            normalized = reference.rms_norm(h, norm.weight, eps=norm.eps)
-        else:
-            normalized = reference.layer_norm(h, norm.weight, norm.bias, eps=norm.eps)
-        return normalized.to(residual.dtype), h.to(residual.dtype)
+        return self.norm.in_torch(h).to(residual.dtype), h.to(residual.dtype)

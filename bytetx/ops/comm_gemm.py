@@ -16,16 +16,16 @@ from torch.nn import functional as F
 
 from bytetx.ops import comm_copies, comm_kernels, reference
 from bytetx.ops.check import require_contiguous, require_tensor
-from bytetx.ops.comm_epilogue import RowNorm, SumEpilogue
+from bytetx.ops.comm_epilogue import SumEpilogue
 from bytetx.ops.comm_plan import CommPlan, Layer, Op, plan_comm
 from bytetx.ops.comm_workspace import Workspace
 from bytetx.ops.gated import GatedWeight, gate, gated_linear
 from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.row_norm import RowNorm
 
 __all__ = [
     "Collectives",
     "Peers",
-    "RowNorm",
     "all_gather_gemm",
     "column_gemm",
     "gemm_all_reduce",
@@ -153,7 +153,7 @@ def gemm_reduce_scatter(
     _check_sum(x, w, (own, w.n), residual=residual, bias=bias, partial=partial)
     most_rows = max(row_offsets[i + 1] - row_offsets[i] for i in range(peers.size))
     plan = plan or _plan(peers, "gemm_reduce_scatter", w, len(x))
-    workspace, epilogue = _kernel_workspace(peers), SumEpilogue(residual, bias, norm)
+    workspace, epilogue = _sum_workspace(peers, norm), SumEpilogue(residual, bias, norm)
     if workspace is None or not _can_scatter(plan, w, workspace, most_rows * peers.size):
         plan = plan.without_kernels
     elif plan.transport == "peer_store":
@@ -186,7 +186,7 @@ def gemm_all_reduce(
     """
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
     plan = plan or _plan(peers, "gemm_all_reduce", w, len(x))
-    workspace, epilogue = _kernel_workspace(peers), SumEpilogue(residual, bias, norm)
+    workspace, epilogue = _sum_workspace(peers, norm), SumEpilogue(residual, bias, norm)
     if workspace is None:
         plan = plan.without_kernels
     else:
@@ -210,6 +210,11 @@ def _plan(peers: Peers, op: Op, w: LinearWeight | GatedWeight, m: int) -> CommPl
     is_gated = isinstance(w, GatedWeight)
     plain = w.fused if isinstance(w, GatedWeight) else w
     return plan_comm(Layer(op, peers.size, plain.n, plain.k, is_gated, peers.is_even), m)
+
+
+def _sum_workspace(peers: Peers, norm: RowNorm) -> Workspace | None:
+    """Return the workspace of the kernels of sums, which compute their norms as well."""
+    return None if norm.fused_kind is None else _kernel_workspace(peers)
 
 
 def _kernel_workspace(peers: Peers) -> Workspace | None:

@@ -221,7 +221,7 @@ def _sum(
         0 if bias is None else bias.data_ptr(),
         memory,
         row_offsets,
-        norm.kind == "rms_norm",
+        bool(norm.fused_kind),
         fuse_reduce,
         is_two_shot,
         *native.launch_args(residual.device),

@@ -16,12 +16,12 @@ from bytetx.cli.passages import Lognormal, english_passages
 from bytetx.errors import InputError
 from bytetx.nn.fp8 import inner_bound, takes_fp8
 from bytetx.nn.loading import load_checkpoint
-from bytetx.nn.tensors import NormWeight
 from bytetx.nn.transformer import Transformer
 from bytetx.ops import native
 from bytetx.ops.fp8_linear import Fp8LinearWeight
 from bytetx.ops.linear import prepare_linear
 from bytetx.ops.norm import layer_norm
+from bytetx.ops.row_norm import LayerNorm
 from bytetx.packed import split
 
 # Both operands of a product are up to 2^-4 off, at random: in the mean 0.026 each.
@@ -60,7 +60,7 @@ def test_every_family_stays_near_its_own_f32(
 def test_no_inner_row_passes_its_bound(k: int) -> None:
     torch.manual_seed(k)
     weight = torch.randn(96, k) + 0.3
-    norm = NormWeight(torch.randn(k), torch.randn(k))
+    norm = LayerNorm(torch.randn(k), torch.randn(k), 1e-12)
     w = prepare_linear(weight, torch.randn(96), prepack=False)
     bound = inner_bound(w, norm)
     # The worst row there is: along the centred, scaled weights of the output with the largest.
@@ -69,7 +69,7 @@ def test_no_inner_row_passes_its_bound(k: int) -> None:
     inner = layer_norm(x, norm.weight, norm.bias, eps=1e-12) @ weight.T + w.bias
     assert inner.abs().max() <= bound * 1.0001
     assert inner.abs().max() >= bound * 0.9
-    assert inner_bound(replace(w, bias=None), NormWeight(norm.weight, None)) > 0
+    assert inner_bound(replace(w, bias=None), replace(norm, bias=None)) > 0
 
 
 def test_fp8_says_where_it_cannot_run(tmp_path: Path) -> None:

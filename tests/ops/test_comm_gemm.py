@@ -15,7 +15,6 @@ from bytetx.ops import comm_kernels
 from bytetx.ops.comm_copies import CopyMemory
 from bytetx.ops.comm_gemm import (
     Peers,
-    RowNorm,
     all_gather_gemm,
     gemm_all_reduce,
     gemm_reduce_scatter,
@@ -24,6 +23,7 @@ from bytetx.ops.comm_plan import CommPlan
 from bytetx.ops.comm_workspace import Workspace
 from bytetx.ops.gated import gated_linear, prepare_gated
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+from bytetx.ops.row_norm import NORMS, LayerNorm, RmsNorm, RowNorm
 from bytetx.parallel.layout import local_range, shard_offsets
 from bytetx.parallel.tp import TpGroup
 
@@ -138,7 +138,7 @@ class Case:
             torch.randn(n, dtype=dtype),
             torch.randn(total, n, dtype=dtype),
             torch.randn(size, total, n, dtype=dtype) if has_partial else None,
-            RowNorm(torch.randn(n, dtype=dtype), shift, 1e-5, kind),
+            NORMS[kind](torch.randn(n, dtype=dtype), shift, 1e-5),
         )
 
     def expected(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ def assert_right(found: Tensor, exact: Tensor, plain: Tensor) -> None:
 def test_wrong_arguments() -> None:
     def do(group: TpGroup) -> None:
         w = prepare_linear(torch.randn(8, 4), torch.randn(8), prepack=False)
-        x, norm = torch.randn(3, 4), RowNorm(torch.ones(8), None, 1e-5, "rms_norm")
+        x, norm = torch.randn(3, 4), RmsNorm(torch.ones(8), None, 1e-5)
         with pytest.raises(ValueError, match="row_offsets must be 3 row numbers from 0"):
             all_gather_gemm(x, w, peers=group.peers, row_offsets=(0, 3))
         with pytest.raises(ValueError, match=r"x must have shape \[2, 4\]"):
@@ -238,7 +238,7 @@ def test_rows_that_no_kernel_sums_go_through_a_collective(plan: CommPlan) -> Non
         peers=Peers(0, 1, Alone(), workspace),
         row_offsets=(0, m),
         residual=residual.clone(),
-        norm=RowNorm(vector, vector, 1e-5),
+        norm=LayerNorm(vector, vector, 1e-5),
         plan=plan,
     )
     assert torch.allclose(found, h, atol=1e-4)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bytetx.checkpoint.families import check_families, read_families
 from bytetx.checkpoint.layer_spec import is_gated
+from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.errors import OptionError
 
@@ -139,7 +140,7 @@ def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
         embedding_size=spec.embedding_size,
         norms_per_layer=_norms_per_layer(spec),
         has_first_norm=layers.norm_placement != "post" and layers.has_first_norm,
-        norm_statistics=1 if layers.norm == "rms_norm" else 2,
+        norm_statistics=NORM_KINDS[layers.norm].num_sums,
         sums_per_layer=1 if layers.norm_placement == "parallel" else 2,
         output_size=spec.output_size,
         num_shared_layers=spec.num_layer_groups * spec.layers_per_group,

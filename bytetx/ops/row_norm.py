@@ -1,0 +1,134 @@
+"""Norms as objects: a kind's weights, and everything that a layer or a collective asks of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bytetx.ops import reference
+from bytetx.ops.linear import LinearWeight, fuses_residual, linear
+from bytetx.ops.linear_norm import linear_norm
+from bytetx.ops.norm import layer_norm, rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class RowNorm(ABC):
+    """A norm of each row: weight and bias [hidden_size], or [hidden_size] and None.
+
+    fused_kind: the kind's number in the kernels of collectives that norm their sums; None where
+    these do not compute it, and the collective comes first.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    fused_kind: ClassVar[int | None] = None
+
+    @abstractmethod
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        sum_out: Tensor | None = None,
+    ) -> Tensor:
+        """The norm of x + residual; arguments as of bytetx.ops.norm.layer_norm."""
+
+    @abstractmethod
+    def in_torch(self, h: Tensor) -> Tensor:
+        """The norm of f32 rows in plain torch, f32."""
+
+    @abstractmethod
+    def over_ranks(self, x: Tensor, sum_ranks: Callable[[Tensor], Tensor], count: int) -> Tensor:
+        """The norm of rows whose features are divided over ranks; x: this rank's of `count`.
+
+        sum_ranks: sums f64 [rows, sums] over ranks. In f64, for a mean far from 0 then costs no
+        digits.
+        """
+
+    def after_linear(self, x: Tensor, w: LinearWeight, *, residual: Tensor) -> Tensor:
+        """The norm of x @ w.T + bias + residual, a new tensor."""
+        adds = w.has_kernel and fuses_residual(x.shape[0], w)
+        d = linear(x, w, residual=residual if adds else None)
+        return self(d, residual=None if adds else residual, out=d)
+
+
+class LayerNorm(RowNorm):
+    """Layer norm, with or without a shift."""
+
+    __slots__ = ()
+    fused_kind = 0
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        sum_out: Tensor | None = None,
+    ) -> Tensor:
+        return layer_norm(
+            x, self.weight, self.bias, eps=self.eps, residual=residual, out=out, sum_out=sum_out
+        )
+
+    def in_torch(self, h: Tensor) -> Tensor:
+        return reference.layer_norm(h, self.weight, self.bias, eps=self.eps)
+
+    def over_ranks(self, x: Tensor, sum_ranks: Callable[[Tensor], Tensor], count: int) -> Tensor:
+        wide = x.float()
+        squares = wide.square().sum(1, dtype=torch.float64)
+        sums = torch.stack([wide.sum(1, dtype=torch.float64), squares], dim=1)
+        mean, mean_square = (sum_ranks(sums) / count).unbind(1)
+        variance = (mean_square - mean.square()).clamp_(min=0)
+        scale = torch.rsqrt(variance + self.eps)
+        normed = (wide - mean.float()[:, None]) * scale.float()[:, None] * self.weight
+        return (normed if self.bias is None else normed + self.bias).to(x.dtype)
+
+    def after_linear(self, x: Tensor, w: LinearWeight, *, residual: Tensor) -> Tensor:
+        if not w.has_kernel:
+            d = linear(x, w)
+            return self(d, residual=residual, out=d)
+        return linear_norm(
+            x,
+            w,
+            residual=residual,
+            norm_weight=self.weight,
+            norm_bias=self.bias,
+            eps=self.eps,
+        )
+
+
+class RmsNorm(RowNorm):
+    """Root mean square norm; bias is None."""
+
+    __slots__ = ()
+    fused_kind = 1
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        sum_out: Tensor | None = None,
+    ) -> Tensor:
+        return rms_norm(x, self.weight, eps=self.eps, residual=residual, out=out, sum_out=sum_out)
+
+    def in_torch(self, h: Tensor) -> Tensor:
+        return reference.rms_norm(h, self.weight, eps=self.eps)
+
+    def over_ranks(self, x: Tensor, sum_ranks: Callable[[Tensor], Tensor], count: int) -> Tensor:
+        wide = x.float()
+        squares = wide.square().sum(1, dtype=torch.float64)
+        mean_square = sum_ranks(squares[:, None]) / count
+        scale = torch.rsqrt(mean_square + self.eps)
+        return (wide * scale.float() * self.weight).to(x.dtype)
+
+
+# By the names of bytetx.checkpoint.norm_kinds.
+NORMS: dict[str, type[RowNorm]] = {"layer_norm": LayerNorm, "rms_norm": RmsNorm}
