@@ -579,7 +579,10 @@ class EncodeEngine:
         error.__cause__ = failure.error.__cause__
         if rows.call.keeps_errors:
             rows.call.failed.add(index)
-            rows.call.receiver.fail(index, error)
+            try:
+                rows.call.receiver.fail(index, error)
+            except Exception as raised:
+                self.fail(rows.call, raised)
         else:
             self.fail(rows.call, error)
 

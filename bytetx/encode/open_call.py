@@ -67,8 +67,9 @@ def waiters_of(calls: Sequence[OpenCall]) -> "list[asyncio.Future[None]]":
     """The waiters of calls that need not wait any more; under the lock."""
     found = []
     for call in calls:
-        if call.waiter is not None and call.has_room:
-            found.append(call.waiter)
+        waiter = call.waiter  # read once: a call that is cancelled takes it away without the lock
+        if waiter is not None and call.has_room:
+            found.append(waiter)
     return found
 
 

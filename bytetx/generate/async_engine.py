@@ -84,7 +84,7 @@ class AsyncEngine:
         def add() -> None:
             try:
                 request_id = self._engine.add_request(prompt_ids, params, priority=priority)
-            except (ValueError, TypeError) as error:
+            except Exception as error:  # the engine took nothing of the request
                 put(error)
                 return
             request_ids.append(request_id)

@@ -147,9 +147,10 @@ class GenerationEngine:
                 stop_token_ids=stop_token_ids(params, self._eos_token_ids),
                 eos_token_ids=self._eos_token_ids,
             )
-            self._scheduler.add(sequence)  # refuses all n or none: they are equally long
             texts = self._new_detokenizer, self._special_tokens
             states.append(OutputState(request_id, index, sequence, streams, *texts))
+        for state in states:
+            self._scheduler.add(state.sequence)  # refuses all n or none: they are equally long
         self._num_requests += 1
         self._num_with_processors += bool(params.logits_processors) * len(states)
         self._unfinished[request_id] = states

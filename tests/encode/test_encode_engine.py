@@ -378,6 +378,56 @@ def test_texts_that_are_tokenised_count_as_queued() -> None:
     engine.close()
 
 
+class LeavingCall(OpenCall):
+    """Its caller leaves, in another thread, just when the engine is about to wake it."""
+
+    @property
+    def has_room(self) -> bool:
+        has_room = super().has_room
+        if has_room:
+            self.waiter = None  # as EncodeEngine.wait does where it is cancelled
+        return has_room
+
+
+def test_a_caller_that_leaves_while_it_is_woken_ends_no_engine() -> None:
+    transformer = held()
+    engine = make_engine(transformer)
+
+    async def main() -> None:
+        call = LeavingCall(SumTask(), Collected())
+        engine.open(call, 1, 1)
+        engine.submit(call, requests([[3]]), num_read=1, tokens=1)
+        waiting = asyncio.create_task(engine.wait(call))
+        await asyncio.sleep(0)  # until it waits
+        transformer.gate.release(2)
+        await waiting
+        assert await answer(engine, submit(engine, [[4]])) == {0: 4.0}
+
+    run(main())
+    assert not engine.is_broken
+    engine.close()
+
+
+def test_a_receiver_that_fails_ends_its_call_alone() -> None:
+    class Broken(Collected):
+        def fail(self, index: int, error: InputError) -> None:
+            raise KeyError("a bug in a sink")
+
+    engine = make_engine(FakeTransformer(max_tokens=4))
+
+    async def main() -> None:
+        call = OpenCall(SumTask(), Broken(), keeps_errors=True)
+        engine.open(call, 1, 9)
+        engine.submit(call, requests([[1] * 9]), num_read=1, tokens=9)
+        with pytest.raises(KeyError, match="a bug in a sink"):
+            await answer(engine, call)
+        assert await answer(engine, submit(engine, [[4]])) == {0: 4.0}
+
+    run(main())
+    assert not engine.is_broken
+    engine.close()
+
+
 def test_calls_that_were_ended_run_no_more_and_are_released() -> None:
     transformer = held()
     engine = make_engine(transformer)

@@ -262,6 +262,28 @@ def test_async_callers_get_their_own_answers(runs_ahead: bool) -> None:
     assert scheduler.pages.num_available == 64
 
 
+def test_an_error_of_adding_a_request_is_that_request_s_alone() -> None:
+    inner, _, scheduler = engine_of()
+    own = inner._new_detokenizer
+    broken = iter([1, 0])  # of the next request's two outputs, the second one's
+
+    def new_detokenizer(*args: object) -> object:
+        if next(broken, 1):
+            return None if own is None else own(*args)
+        raise RuntimeError("a bug in a detokenizer")
+
+    inner._new_detokenizer = new_detokenizer
+
+    async def main() -> tuple:
+        with AsyncEngine(inner) as engine:
+            with pytest.raises(RuntimeError, match="a bug in a detokenizer"):
+                await collect(engine, [1], SamplingParams(n=2, seed=0))
+            return await collect(engine, [1, 2], SamplingParams(seed=1, max_tokens=15))
+
+    assert asyncio.run(main()) == alone([1, 2], SamplingParams(seed=1, max_tokens=15))
+    assert scheduler.pages.num_available == 64 and not inner.has_work
+
+
 @AHEAD
 def test_closing_ends_open_requests(runs_ahead: bool) -> None:
     inner, _, scheduler = engine_of(runs_ahead=runs_ahead, num_pages=1 << 18, max_positions=1 << 20)
