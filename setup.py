@@ -39,8 +39,8 @@ CAPABILITY = "9.0"  # of the GPUs that sm_90a runs on
 WSL_TOOLS = "/usr/lib/wsl/lib"  # where Windows puts nvidia-smi, which need not be on PATH
 GPU_FILES = ("/proc/driver/nvidia/gpus/*", "/dev/nvidia[0-9]*")  # of which a GPU has some
 
-BUILD_FACTS = "csrc/build_facts.cpp"
-BOTH_MODULES = ("csrc/bindings.cpp", BUILD_FACTS)  # compiled for _cpu and for _cuda
+BUILD_FACTS, BINDINGS = "csrc/build_facts.cpp", "csrc/bindings.cpp"
+BOTH_MODULES = (BINDINGS, BUILD_FACTS)  # compiled for _cpu and for _cuda
 
 CPU_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 CUDA_FLAGS = [
@@ -267,6 +267,8 @@ def host_step(source: str, flags: list[str]) -> Step:
     compiler = host_compiler()
     if source == BUILD_FACTS:
         flags = [*flags, *build_facts()]
+    if source == BINDINGS:
+        flags = [*flags, f"-I{contract_fields().relative_to(ROOT)}"]
     flags = [*CPU_FLAGS, *flags, "-Icsrc"]
     systems = [sysconfig.get_path("include"), pybind11.get_include()]
     versions = [version_of(compiler), sys.implementation.cache_tag, pybind11.__version__]
@@ -290,6 +292,20 @@ def build_facts() -> list[str]:
     why_no_cuda = cuda if isinstance(cuda, str) else ""
     facts = {"BYTETX_SOURCE_HASH": source_hash(), "BYTETX_WHY_NO_CUDA": why_no_cuda}
     return [f"-D{name}={json.dumps(text)}" for name, text in facts.items()]  # as C writes strings
+
+
+@cache
+def contract_fields() -> Path:
+    """A folder with contract_fields.h, made of the contract's headers and named by its content."""
+    spec = importlib.util.spec_from_file_location("contract", ROOT / "csrc" / "contract.py")
+    contract = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = contract  # dataclasses look their module up
+    spec.loader.exec_module(contract)
+    text = contract.fields_header(contract.read_structs())
+    folder = OBJECTS / f"contract-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "contract_fields.h").write_text(text)
+    return folder
 
 
 def source_hash() -> str:

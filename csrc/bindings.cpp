@@ -22,14 +22,15 @@ namespace bytetx {
 namespace {
 
 void bind_common(py::module_& m) {
-    bind(m, "layer_norm", &layer_norm);
-    bind(m, "rms_norm", &rms_norm);
-    bind(m, "embed", &embed);
-    m.def("pool_workspace_bytes", &pool_workspace_bytes);
-    bind(m, "pool", &pool);
-    bind(m, "rotary", &rotary);
-    bind(m, "write_kv", &write_kv);
-    bind(m, "disentangled_attention", &disentangled_attention);
+    bind<&layer_norm>(m, "layer_norm");
+    bind<&rms_norm>(m, "rms_norm");
+    bind<&embed>(m, "embed");
+    bind<&pool_workspace_bytes>(m, "pool_workspace_bytes",
+                                {"total_tokens", "max_seqlen", "hidden_size"});
+    bind<&pool>(m, "pool");
+    bind<&rotary>(m, "rotary");
+    bind<&write_kv>(m, "write_kv");
+    bind<&disentangled_attention>(m, "disentangled_attention");
 }
 
 #ifndef BYTETX_CUDA
@@ -64,14 +65,14 @@ std::pair<int32_t*, int64_t> int32_array(const py::object& array, bool is_writte
     return {static_cast<int32_t*>(info.ptr), info.size};
 }
 
-void write_step_block(const py::tuple& layout, const py::object& block, const py::object& input_ids,
-                      const py::object& seqlens, const py::object& token_type_ids,
-                      const py::object& prompt_tokens) {
+void write_step_block(const py::object& layout, const py::object& block,
+                      const py::object& input_ids, const py::object& seqlens,
+                      const py::object& token_type_ids, const py::object& prompt_tokens) {
     const auto [ids, total_tokens] = int32_array(input_ids, false);
     const auto [lengths, batch_size] = int32_array(seqlens, false);
     const auto [types, num_types] = int32_array(token_type_ids, false);
     const auto [prompts, num_prompts] = int32_array(prompt_tokens, false);
-    const auto params = to_params<cpu::StepBlockLayout>(layout, 0);
+    const auto params = FromPython<cpu::StepBlockLayout>::convert(layout);
     if (batch_size > params.num_texts || total_tokens > params.total_tokens ||
         (types != nullptr && num_types != total_tokens) ||
         (prompts != nullptr && num_prompts != batch_size)) {
@@ -111,20 +112,25 @@ int64_t paged_attention_bytes(Address cu_seqlens, Address kv_seqlens, int64_t ba
 
 void bind_cpu(py::module_& m) {
     m.def("isa", [] { return cpu::isa_name(cpu::best_isa()); });
-    m.def("varlen_attention_workspace_bytes", &varlen_attention_workspace_bytes);
-    bind(m, "varlen_attention", &varlen_attention);
-    m.def("disentangled_attention_workspace_bytes", &disentangled_attention_workspace_bytes);
-    m.def("paged_attention_workspace_bytes", &paged_attention_bytes);
-    bind(m, "paged_attention", &paged_attention);
+    bind<&varlen_attention_workspace_bytes>(m, "varlen_attention_workspace_bytes",
+                                            {"batch_size", "head_dim", "num_threads"});
+    bind<&varlen_attention>(m, "varlen_attention");
+    bind<&disentangled_attention_workspace_bytes>(m, "disentangled_attention_workspace_bytes",
+                                                  {"batch_size", "head_dim", "num_threads"});
+    bind<&paged_attention_bytes>(
+        m, "paged_attention_workspace_bytes",
+        {"cu_seqlens", "kv_seqlens", "batch_size", "num_heads", "num_kv_heads", "head_dim",
+         "window", "batch_invariant", "num_threads"});
+    bind<&paged_attention>(m, "paged_attention");
     m.def("flatten_int_lists", &flatten_int_lists);
     m.def("write_step_block", &write_step_block);
     m.def("maxsim_tiles", &maxsim_tiles);
     m.def("int8_linear_isa", &int8_linear_isa);
-    m.def("int8_linear_workspace_bytes", &int8_linear_workspace_bytes);
-    bind(m, "int8_linear", &int8_linear);
+    bind<&int8_linear_workspace_bytes>(m, "int8_linear_workspace_bytes", {"m", "k", "num_threads"});
+    bind<&int8_linear>(m, "int8_linear");
     m.def("bf16_linear_isa", &bf16_linear_isa);
-    m.def("bf16_linear_workspace_bytes", &bf16_linear_workspace_bytes);
-    bind(m, "bf16_linear", &bf16_linear);
+    bind<&bf16_linear_workspace_bytes>(m, "bf16_linear_workspace_bytes", {"k", "num_threads"});
+    bind<&bf16_linear>(m, "bf16_linear");
     bind_wordpiece(m);
     m.attr("why_no_cuda") = why_no_cuda();
 }

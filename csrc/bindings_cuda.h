@@ -32,7 +32,7 @@ py::list list_tilings(int32_t count, LinearTiling (*tiling)(int32_t)) {
 }
 
 // Bytes of the plan, and of the workspace of calls with it; the addresses of p may be 0.
-py::tuple paged_bytes(const py::tuple& fields) {
+py::tuple paged_bytes(const py::object& fields) {
     const auto p = FromPython<PagedPlanParams>::convert(fields);
     return py::make_tuple(paged_plan_bytes(p), planned_paged_attention_workspace_bytes(p));
 }
@@ -60,49 +60,56 @@ PeerMemory make_peer_memory(const std::vector<Address>& buffers, const std::vect
 }
 
 void bind_comm(py::module_& m) {
-    py::class_<PeerMemory>(m, "PeerMemory").def(py::init(&make_peer_memory));
+    py::class_<PeerMemory>(m, "PeerMemory")
+        .def(py::init(&make_peer_memory), py::kw_only(), py::arg("buffers"), py::arg("flags"),
+             py::arg("epochs"), py::arg("buffer_bytes"), py::arg("num_flags"), py::arg("fault"),
+             py::arg("timeout_cycles"), py::arg("rank"));
     m.def("gemm_all_reduce_tilings",
           [] { return list_tilings(num_gemm_all_reduce_tilings(), gemm_all_reduce_tiling); });
-    bind(m, "all_gather_gemm", &all_gather_gemm);
-    bind(m, "gemm_reduce_scatter", &gemm_reduce_scatter);
-    bind(m, "gemm_all_reduce", &gemm_all_reduce);
-    bind(m, "all_reduce_one_shot", &all_reduce_one_shot);
-    bind(m, "all_reduce_two_shot", &all_reduce_two_shot);
-    bind(m, "sum_copies", &sum_copies);
-    bind(m, "barrier", &barrier);
-    bind(m, "send_copy", &send_copy);
-    bind(m, "wait_copies", &wait_copies);
+    bind<&all_gather_gemm>(m, "all_gather_gemm");
+    bind<&gemm_reduce_scatter>(m, "gemm_reduce_scatter");
+    bind<&gemm_all_reduce>(m, "gemm_all_reduce");
+    bind<&all_reduce_one_shot>(m, "all_reduce_one_shot");
+    bind<&all_reduce_two_shot>(m, "all_reduce_two_shot");
+    bind<&sum_copies>(m, "sum_copies");
+    bind<&barrier>(m, "barrier");
+    bind<&send_copy>(m, "send_copy");
+    bind<&wait_copies>(m, "wait_copies");
 }
 
 void bind_cuda(py::module_& m) {
     m.attr("arch") = "sm_90a";
     m.def("linear_tilings", [] { return list_tilings(num_linear_tilings(), linear_tiling); });
-    bind(m, "linear", &linear);
-    bind(m, "linear_any", &linear_any);
-    bind(m, "gate_rows", &gate_rows);
-    m.def("linear_norm_workspace_bytes", &linear_norm_workspace_bytes);
-    bind(m, "linear_norm", &linear_norm);
+    bind<&linear>(m, "linear");
+    bind<&linear_any>(m, "linear_any");
+    bind<&gate_rows>(m, "gate_rows");
+    bind<&linear_norm_workspace_bytes>(m, "linear_norm_workspace_bytes", {"m", "n"});
+    bind<&linear_norm>(m, "linear_norm");
     m.def("fp8_linear_tilings",
           [] { return list_tilings(num_fp8_linear_tilings(), fp8_linear_tiling); });
-    bind(m, "fp8_linear", &fp8_linear);
-    bind(m, "quantize_rows", &quantize_rows);
-    bind(m, "argmax", &argmax);
-    bind(m, "sample", &sample);
-    m.def("attention_tile_rows", &attention_tile_rows);
-    m.def("attention_plan_bytes", &attention_plan_bytes);
-    bind(m, "attention_plan", &attention_plan);
-    bind(m, "planned_attention", &planned_attention);
-    m.def("paged_tile_tokens", &paged_tile_tokens);
+    bind<&fp8_linear>(m, "fp8_linear");
+    bind<&quantize_rows>(m, "quantize_rows");
+    bind<&argmax>(m, "argmax");
+    bind<&sample>(m, "sample");
+    bind<&attention_tile_rows>(m, "attention_tile_rows",
+                               {"batch_size", "total_tokens", "head_dim"});
+    bind<&attention_plan_bytes>(m, "attention_plan_bytes",
+                                {"batch_size", "total_tokens", "tile_rows", "batch_invariant"});
+    bind<&attention_plan>(m, "attention_plan");
+    bind<&planned_attention>(m, "planned_attention");
+    bind<&paged_tile_tokens>(m, "paged_tile_tokens", {"num_heads", "num_kv_heads", "head_dim"});
     m.def("paged_plan_bytes", &paged_bytes);
-    bind(m, "paged_plan", &paged_plan);
-    bind(m, "planned_paged_attention", &planned_paged_attention);
-    bind(m, "rotary_write_kv", &rotary_write_kv);
-    m.def("decode_step_workspace_bytes", &decode_step_workspace_bytes);
-    bind(m, "decode_step", &decode_step);
-    bind(m, "maxsim_of_one", &maxsim_of_one);
-    bind(m, "count_tokens", &count_tokens);
-    bind(m, "pack_padded", &pack_padded);
-    bind(m, "unpack_padded", &unpack_padded);
+    bind<&paged_plan>(m, "paged_plan");
+    bind<&planned_paged_attention>(m, "planned_paged_attention");
+    bind<&rotary_write_kv>(m, "rotary_write_kv");
+    bind<&decode_step_workspace_bytes>(
+        m, "decode_step_workspace_bytes",
+        {"device", "hidden_size", "inner_size", "num_heads", "num_kv_heads"});
+    bind<&decode_step>(m, "decode_step");
+    bind<&maxsim_of_one>(m, "maxsim_of_one");
+    bind<&count_tokens>(m, "count_tokens");
+    bind<&pack_padded>(m, "pack_padded");
+    bind<&unpack_padded>(m, "unpack_padded");
     bind_comm(m);
 }
 

@@ -10,6 +10,7 @@ from bytetx.buckets import FILLER_TOKENS, Bucket, bucket_of
 from bytetx.encode.request import Requests
 from bytetx.encode.step import Step
 from bytetx.ops import native
+from bytetx.ops.native_params import StepBlockLayout
 from bytetx.packed import positions_of, prefix_sums
 from bytetx.runtime.batch_layout import BatchLayout
 
@@ -25,12 +26,18 @@ class EncodeLayout:
     def __init__(self, batch: BatchLayout, *, position_offset: int):
         self.batch, self._position_offset = batch, position_offset
         self.bucket, self.num_ints = batch.bucket, batch.num_ints
-        arrays = ("cu_seqlens", "prompt_tokens", "input_ids", "position_ids", "token_type_ids")
         bucket = batch.bucket
-        self._native = (  # StepBlockLayout of csrc/cpu/step_block.h
-            *map(batch.start, arrays),
-            *(bucket.num_texts, bucket.num_fillers, FILLER_TOKENS, bucket.total_tokens),
-            position_offset,
+        self._native = StepBlockLayout(
+            cu_seqlens=batch.start("cu_seqlens"),
+            prompt_tokens=batch.start("prompt_tokens"),
+            input_ids=batch.start("input_ids"),
+            position_ids=batch.start("position_ids"),
+            token_type_ids=batch.start("token_type_ids"),
+            num_texts=bucket.num_texts,
+            num_fillers=bucket.num_fillers,
+            filler_tokens=FILLER_TOKENS,
+            total_tokens=bucket.total_tokens,
+            position_offset=position_offset,
         )
 
     def write(self, block: np.ndarray, requests: Requests) -> None:

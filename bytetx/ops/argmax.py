@@ -32,13 +32,14 @@ def argmax(
     if kernel is not None and logits.dtype in native.DTYPE_CODES:
         out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
         kernel(
-            logits.data_ptr(),
-            0 if slot_indices is None else slot_indices.data_ptr(),
-            out.data_ptr(),
-            0 if last_tokens is None else last_tokens.data_ptr(),
-            *logits.shape,
-            native.DTYPE_CODES[logits.dtype],
-            *native.launch_args(logits.device),
+            logits=logits,
+            slot_indices=slot_indices,
+            out=out,
+            last_tokens=last_tokens,
+            num_rows=logits.shape[0],
+            vocab_size=logits.shape[1],
+            dtype=native.DTYPE_CODES[logits.dtype],
+            launch=native.launch_args(logits.device),
         )
         return out
     triton = triton_kernels(logits.device)

@@ -171,26 +171,38 @@ def run_kernel(
     batch_size = cu_seqlens.shape[0] - 1
     kernel, workspace_bytes = _kernel(q.device)
     launch = native.launch_args(q.device, isa)
-    num_bytes = workspace_bytes(batch_size, head_dim, launch[2])
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    num_bytes = workspace_bytes(
+        batch_size=batch_size, head_dim=head_dim, num_threads=launch.num_threads
+    )
     if out is None:
         out = empty_rows(q.shape[0], q.shape[1:], q.dtype)
-    operands = (q, k, v, out, cu_seqlens, relative_bias, bias_positions, workspace)
-    span = 0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2
-    num_kv_heads = k.shape[1]
-    sizes = (batch_size, total_tokens, max_seqlen, num_heads, num_kv_heads, head_dim, span)
-    strides = (q.stride(0), k.stride(0), v.stride(0), num_heads * head_dim)
     kernel(
-        *(0 if t is None else t.data_ptr() for t in operands),
-        num_bytes,
-        *sizes,
-        min(window, native.MAX_WINDOW),
-        causal,
-        *strides,
-        softmax_scale,
-        softcap,
-        native.DTYPE_CODES[q.dtype],
-        *launch,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        cu_seqlens=cu_seqlens,
+        relative_bias=relative_bias,
+        bias_positions=bias_positions,
+        workspace=torch.empty(num_bytes, dtype=torch.uint8),
+        workspace_bytes=num_bytes,
+        batch_size=batch_size,
+        total_tokens=total_tokens,
+        max_seqlen=max_seqlen,
+        num_heads=num_heads,
+        num_kv_heads=k.shape[1],
+        head_dim=head_dim,
+        relative_bias_span=0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2,
+        window=min(window, native.MAX_WINDOW),
+        causal=causal,
+        q_stride=q.stride(0),
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+        out_stride=num_heads * head_dim,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dtype=native.DTYPE_CODES[q.dtype],
+        launch=launch,
     )
     return out
 

@@ -69,20 +69,29 @@ def plan_attention(
     # Wide tiles have no kernel that changes scores: a head_dim of 0 asks for narrow ones.
     is_plain = not has_bias and softcap == 0
     takes_wide = is_plain and not batch_invariant
-    tile_rows = kernels.tile_rows(batch_size, total_tokens, head_dim if takes_wide else 0)
-    num_bytes = kernels.plan_bytes(batch_size, total_tokens, tile_rows, batch_invariant)
+    tile_rows = kernels.tile_rows(
+        batch_size=batch_size,
+        total_tokens=total_tokens,
+        head_dim=head_dim if takes_wide else 0,
+    )
+    num_bytes = kernels.plan_bytes(
+        batch_size=batch_size,
+        total_tokens=total_tokens,
+        tile_rows=tile_rows,
+        batch_invariant=batch_invariant,
+    )
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=cu_seqlens.device)
     kernels.plan(
-        cu_seqlens.data_ptr(),
-        buffer.data_ptr(),
-        num_bytes,
-        batch_size,
-        total_tokens,
-        tile_rows,
-        window,
-        causal,
-        batch_invariant,
-        *native.launch_args(cu_seqlens.device),
+        cu_seqlens=cu_seqlens,
+        plan=buffer,
+        plan_bytes=num_bytes,
+        batch_size=batch_size,
+        total_tokens=total_tokens,
+        tile_rows=tile_rows,
+        window=window,
+        causal=causal,
+        batch_invariant=batch_invariant,
+        launch=native.launch_args(cu_seqlens.device),
     )
     sizes = (tile_rows, batch_size, total_tokens)
     return AttentionPlan(buffer, *sizes, causal, window, batch_invariant)
@@ -118,31 +127,31 @@ def run_planned(
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _kernels(q.device).attention(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
-        plan.buffer.data_ptr(),
-        0 if relative_bias is None else relative_bias.data_ptr(),
-        0 if bias_positions is None else bias_positions.data_ptr(),
-        plan.batch_size,
-        total_tokens,
-        plan.tile_rows,
-        num_heads,
-        k.shape[1],
-        head_dim,
-        0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2,
-        plan.window,
-        plan.causal,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        num_heads * head_dim,
-        softmax_scale,
-        softcap,
-        native.DTYPE_CODES[q.dtype],
-        plan.batch_invariant,
-        *native.launch_args(q.device),
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        plan=plan.buffer,
+        relative_bias=relative_bias,
+        bias_positions=bias_positions,
+        batch_size=plan.batch_size,
+        total_tokens=total_tokens,
+        tile_rows=plan.tile_rows,
+        num_heads=num_heads,
+        num_kv_heads=k.shape[1],
+        head_dim=head_dim,
+        relative_bias_span=0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2,
+        window=plan.window,
+        causal=plan.causal,
+        q_stride=q.stride(0),
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+        out_stride=num_heads * head_dim,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dtype=native.DTYPE_CODES[q.dtype],
+        batch_invariant=plan.batch_invariant,
+        launch=native.launch_args(q.device),
     )
     return out
 

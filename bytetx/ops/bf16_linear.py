@@ -56,11 +56,21 @@ def bf16_linear(
     d = x.new_empty((m, n))
     launch = native.launch_args(_CPU, isa)
     kernel, workspace_bytes = _kernels()
-    num_bytes = workspace_bytes(k, launch[2])
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
-    operands = (x, weight, bias, d, workspace)
-    addresses = (0 if t is None else t.data_ptr() for t in operands)
-    kernel(*addresses, num_bytes, m, n, k, activation, is_packed, *launch)
+    num_bytes = workspace_bytes(k=k, num_threads=launch.num_threads)
+    kernel(
+        x=x,
+        weight=weight,
+        bias=bias,
+        d=d,
+        workspace=torch.empty(num_bytes, dtype=torch.uint8),
+        workspace_bytes=num_bytes,
+        m=m,
+        n=n,
+        k=k,
+        activation=activation,
+        is_packed=is_packed,
+        launch=launch,
+    )
     return d
 
 

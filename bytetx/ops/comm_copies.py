@@ -46,29 +46,27 @@ class CopyMemory:
     def barrier(self) -> None:
         """Returns (on the stream) when every rank's region may be written."""
         launch = native.launch_args(self.own.device)
-        native.require_kernel("barrier", self.own.device)(self.memory, *launch)
+        native.require_kernel("barrier", self.own.device)(peers=self.memory, launch=launch)
 
     def send(self, rows: Tensor, to: int, first: int) -> None:
         """Copies rows to row `first` of a rank's region, after the current stream's work."""
         self.side.wait_stream(torch.cuda.current_stream())
         row_bytes = rows.shape[1] * rows.itemsize
-        device, _, *rest = native.launch_args(self.own.device)
+        launch = native.launch_args(self.own.device)
         native.require_kernel("send_copy", self.own.device)(
-            self.memory,
-            to,
-            self.addresses[to] + first * row_bytes,
-            rows.data_ptr(),
-            rows.numel() * rows.itemsize,
-            device,
-            self.side.cuda_stream,
-            *rest,
+            peers=self.memory,
+            to=to,
+            place=self.addresses[to] + first * row_bytes,
+            rows=rows,
+            bytes=rows.numel() * rows.itemsize,
+            launch=launch._replace(stream=self.side.cuda_stream),
         )
 
     def wait(self, sources: Iterable[int]) -> None:
         """Waits (on the stream) for what these ranks send."""
         mask = sum(1 << source for source in sources)
         native.require_kernel("wait_copies", self.own.device)(
-            self.memory, mask, *native.launch_args(self.own.device)
+            peers=self.memory, sources=mask, launch=native.launch_args(self.own.device)
         )
 
     def end(self) -> None:

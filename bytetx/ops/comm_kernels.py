@@ -43,8 +43,16 @@ def peer_memory(
     make = native.kernel("PeerMemory", epochs.device)
     if make is None:
         return None
-    addresses = (epochs.data_ptr(), buffer_bytes, num_flags, fault.data_ptr())
-    memory: object = make(list(buffers), list(flags), *addresses, TIMEOUT_CYCLES, rank)
+    memory: object = make(
+        buffers=list(buffers),
+        flags=list(flags),
+        epochs=epochs.data_ptr(),
+        buffer_bytes=buffer_bytes,
+        num_flags=num_flags,
+        fault=fault.data_ptr(),
+        timeout_cycles=TIMEOUT_CYCLES,
+        rank=rank,
+    )
     return memory
 
 
@@ -92,10 +100,10 @@ def all_gather_gemm(
     total_tokens, x = row_offsets[-1], _aligned(x)
     d = x.new_empty((total_tokens, w.n // 2 if is_gated else w.n))
     linear = LinearParams(
-        x.data_ptr(),
-        w.weight.data_ptr(),
-        bias=0 if w.bias is None else w.bias.data_ptr(),
-        d=d.data_ptr(),
+        a=x,
+        b=w.weight,
+        bias=w.bias,
+        d=d,
         m=total_tokens,
         n=w.n,
         k=w.k,
@@ -105,7 +113,9 @@ def all_gather_gemm(
         dtype=native.DTYPE_CODES[x.dtype],
     )
     launch = native.launch_args(x.device)
-    native.require_kernel("all_gather_gemm", x.device)(linear, memory, row_offsets, *launch)
+    native.require_kernel("all_gather_gemm", x.device)(
+        linear=linear, peers=memory, row_offsets=row_offsets, launch=launch
+    )
     return d
 
 
@@ -122,9 +132,9 @@ def gemm_reduce_scatter(
     """The fused kernel, as comm_gemm.gemm_reduce_scatter, on checked arguments."""
     x, partial = _aligned(x), None if partial is None else _aligned(partial)
     linear = LinearParams(
-        x.data_ptr(),
-        w.weight.data_ptr(),
-        residual=0 if partial is None else partial.data_ptr(),
+        a=x,
+        b=w.weight,
+        residual=partial,
         m=len(x),
         n=w.n,
         k=w.k,
@@ -150,9 +160,9 @@ def gemm_all_reduce(
     """The fused kernel, as comm_gemm.gemm_all_reduce, on checked arguments."""
     x, partial = _aligned(x), None if partial is None else _aligned(partial)
     linear = LinearParams(
-        x.data_ptr(),
-        w.weight.data_ptr(),
-        residual=0 if partial is None else partial.data_ptr(),
+        a=x,
+        b=w.weight,
+        residual=partial,
         m=len(x),
         n=w.n,
         k=w.k,
@@ -187,9 +197,7 @@ def sum_copies(
 def _of_product(product: Tensor, rows: int) -> LinearParams:
     """Parameters for a kernel that follows another GEMM: its product, and no operands."""
     dtype = native.DTYPE_CODES[product.dtype]
-    return LinearParams(
-        0, 0, residual=product.data_ptr(), m=rows, n=product.shape[1], k=8, dtype=dtype
-    )
+    return LinearParams(residual=product, m=rows, n=product.shape[1], k=8, dtype=dtype)
 
 
 def _sum(
@@ -205,26 +213,26 @@ def _sum(
     residual, bias, norm = _aligned(epilogue.residual), epilogue.bias, epilogue.norm
     out, h = torch.empty_like(residual), torch.empty_like(residual)
     params = NormParams(
-        residual=residual.data_ptr(),
-        out=out.data_ptr(),
-        sum_out=h.data_ptr(),
-        weight=norm.weight.data_ptr(),
-        bias=0 if norm.bias is None else norm.bias.data_ptr(),
+        residual=residual,
+        out=out,
+        sum_out=h,
+        weight=norm.weight,
+        bias=norm.bias,
         total_tokens=len(residual),
         hidden_size=linear.n,
         eps=norm.eps,
         dtype=linear.dtype,
     )
     native.require_kernel(kernel, residual.device)(
-        linear,
-        params,
-        0 if bias is None else bias.data_ptr(),
-        memory,
-        row_offsets,
-        bool(norm.fused_kind),
-        fuse_reduce,
-        is_two_shot,
-        *native.launch_args(residual.device),
+        linear=linear,
+        norm=params,
+        bias=bias,
+        peers=memory,
+        row_offsets=row_offsets,
+        is_rms=bool(norm.fused_kind),
+        fuse_reduce=fuse_reduce,
+        is_two_shot=is_two_shot,
+        launch=native.launch_args(residual.device),
     )
     return out, h
 

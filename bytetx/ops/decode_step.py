@@ -1,6 +1,7 @@
 """All layers of a decoder for the next token of one sequence, as one kernel."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ ONE_CTA_KEYS = 192
 _BF16, _INT32, _FLOAT32 = (torch.bfloat16,), (torch.int32,), (torch.float32,)
 
 
-@dataclass(frozen=True, slots=True)
-class StepLayer:
+class StepLayer(NamedTuple):
     """One layer, bf16 and contiguous: weights of its linear layers and norms, and its pages.
+
+    The fields are those of DecodeStepLayer in csrc/decode_step_ops.h.
 
     qkv: [(num_heads + 2 * num_kv_heads) * 128, hidden_size], rows of q, then k, then v.
     attn_out: [hidden_size, num_heads * 128].  ffn_in: [2 * inner_size, hidden_size], GatedWeight's
@@ -38,14 +40,6 @@ class StepLayer:
     k_norm: Tensor | None
     k_cache: Tensor
     v_cache: Tensor
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of the kernel's struct."""
-        return (
-            *(self.qkv, self.attn_out, self.ffn_in, self.ffn_out),
-            *(self.attn_norm, self.ffn_norm, self.q_norm, self.k_norm),
-            *(self.k_cache, self.v_cache),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +120,7 @@ class StepWeights:
         both = (
             (t, shape)
             for layer in self.layers
-            for t, shape in zip(layer.tensors(), shapes.values(), strict=True)
+            for t, shape in zip(layer, shapes.values(), strict=True)
         )
         return tuple((t, shape) for t, shape in both if t is not None)
 
@@ -165,23 +159,28 @@ def decode_step(
     if workspace.nbytes < w.bytes_of_sizes:
         raise ValueError(f"workspace must have {w.bytes_of_sizes} bytes, got {workspace.nbytes}")
     out = torch.empty_like(x)
-    operands = (x, out, w.final_norm, w.cos, w.sin, *ints.values(), page_table, workspace)
-    layers = [
-        tuple(0 if t is None else t.data_ptr() for t in layer.tensors()) for layer in w.layers
-    ]
     native.require_kernel("decode_step", device)(
-        *map(Tensor.data_ptr, operands),
-        w.layers[0].k_cache.shape[1],
-        ONE_CTA_KEYS,
-        len(layers),
-        w.hidden_size,
-        w.inner_size,
-        w.num_heads,
-        w.num_kv_heads,
-        w.eps,
-        w.softmax_scale,
-        layers,
-        *native.launch_args(device),
+        x=x,
+        out=out,
+        final_norm=w.final_norm,
+        cos=w.cos,
+        sin=w.sin,
+        position_ids=position_ids,
+        kv_seqlens=kv_seqlens,
+        slot_mapping=slot_mapping,
+        page_table=page_table,
+        workspace=workspace,
+        page_size=w.layers[0].k_cache.shape[1],
+        one_cta_keys=ONE_CTA_KEYS,
+        num_layers=len(w.layers),
+        hidden_size=w.hidden_size,
+        inner_size=w.inner_size,
+        num_heads=w.num_heads,
+        num_kv_heads=w.num_kv_heads,
+        eps=w.eps,
+        softmax_scale=w.softmax_scale,
+        layers=w.layers,
+        launch=native.launch_args(device),
     )
     return out
 

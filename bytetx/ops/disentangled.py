@@ -107,23 +107,36 @@ def run_kernel(
     num_bytes = 0
     if q.device.type == "cpu":
         workspace_bytes = native.require_kernel("disentangled_attention_workspace_bytes", q.device)
-        num_bytes = workspace_bytes(batch_size, head_dim, launch[2])
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+        num_bytes = workspace_bytes(
+            batch_size=batch_size, head_dim=head_dim, num_threads=launch.num_threads
+        )
     is_cpu = q.device.type == "cpu"
     out = empty_rows(total_tokens, q.shape[1:], q.dtype) if is_cpu else q.new_empty(q.shape)
     table = pos_k if pos_k is not None else pos_q
-    num_buckets = 0 if table is None else table.shape[0]
-    operands = (q, k, v, out, pos_k, pos_q, buckets, cu_seqlens, workspace)
-    sizes = (batch_size, total_tokens, (len(buckets) + 1) // 2, num_buckets, num_heads, head_dim)
-    strides = (q.stride(0), k.stride(0), v.stride(0), num_heads * head_dim)
     native.require_kernel("disentangled_attention", q.device)(
-        *(0 if t is None else t.data_ptr() for t in operands),
-        num_bytes,
-        *sizes,
-        *strides,
-        softmax_scale,
-        native.DTYPE_CODES[q.dtype],
-        *launch,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        pos_k=pos_k,
+        pos_q=pos_q,
+        buckets=buckets,
+        cu_seqlens=cu_seqlens,
+        workspace=torch.empty(num_bytes, dtype=torch.uint8),
+        workspace_bytes=num_bytes,
+        batch_size=batch_size,
+        total_tokens=total_tokens,
+        span=(len(buckets) + 1) // 2,
+        num_buckets=0 if table is None else table.shape[0],
+        num_heads=num_heads,
+        head_dim=head_dim,
+        q_stride=q.stride(0),
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+        out_stride=num_heads * head_dim,
+        softmax_scale=softmax_scale,
+        dtype=native.DTYPE_CODES[q.dtype],
+        launch=launch,
     )
     return out
 

@@ -117,21 +117,32 @@ def run_kernel(
     isa: str = "auto",
 ) -> Tensor:
     """The native kernel on checked (input, position, token type) ids and tables."""
-    word = tables[0]
+    word, position, token_type = tables
     total_tokens, embedding_size = ids[0].shape[0], word.shape[1]
     if word.is_cuda:
         out = word.new_empty((total_tokens, embedding_size))
     else:
         out = empty_rows(total_tokens, (embedding_size,), word.dtype)
-    operands = (*ids, *tables, inputs_embeds, norm_weight, norm_bias, out, bad_ids)
     kernel(
-        *(0 if t is None else t.data_ptr() for t in operands),
-        total_tokens,
-        embedding_size,
-        *(0 if t is None else t.shape[0] for t in tables),
-        eps,
-        native.DTYPE_CODES[word.dtype],
-        *native.launch_args(word.device, isa),
+        input_ids=ids[0],
+        position_ids=ids[1],
+        token_type_ids=ids[2],
+        word=word,
+        position=position,
+        token_type=token_type,
+        inputs_embeds=inputs_embeds,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        out=out,
+        bad_ids=bad_ids,
+        total_tokens=total_tokens,
+        hidden_size=embedding_size,
+        num_words=word.shape[0],
+        num_positions=0 if position is None else position.shape[0],
+        num_token_types=0 if token_type is None else token_type.shape[0],
+        eps=eps,
+        dtype=native.DTYPE_CODES[word.dtype],
+        launch=native.launch_args(word.device, isa),
     )
     return out
 

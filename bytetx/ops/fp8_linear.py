@@ -132,21 +132,21 @@ def run_kernel(
     dtype = torch.float8_e4m3fn if is_fp8 else w.dtype
     d = torch.empty((rows.shape[0], w.n), dtype=dtype, device=rows.device)
     native.require_kernel("fp8_linear", rows.device)(
-        rows.data_ptr(),
-        w.rows.data_ptr(),
-        0 if scale is None else scale.data_ptr(),
-        w.scale.data_ptr(),
-        0 if w.bias is None else w.bias.data_ptr(),
-        d.data_ptr(),
-        rows.shape[0],
-        w.n,
-        w.k,
-        ACTIVATIONS.index(activation),
-        is_fp8,
-        out_scale if is_fp8 else 1.0,
-        tiling,
-        native.DTYPE_CODES[w.dtype],
-        *native.launch_args(rows.device),
+        a=rows,
+        b=w.rows,
+        a_scale=scale,
+        b_scale=w.scale,
+        bias=w.bias,
+        d=d,
+        m=rows.shape[0],
+        n=w.n,
+        k=w.k,
+        activation=ACTIVATIONS.index(activation),
+        is_d_fp8=is_fp8,
+        d_scale=out_scale if is_fp8 else 1.0,
+        tiling=tiling,
+        dtype=native.DTYPE_CODES[w.dtype],
+        launch=native.launch_args(rows.device),
     )
     return d
 

@@ -93,8 +93,15 @@ def gate(both: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     kernel = native.kernel("gate_rows", both.device) if w.has_kernel else None
     if kernel is not None and is_aligned(both) and not torch.compiler.is_compiling():
         out = both.new_empty((len(both), w.n))
-        sizes = (len(both), w.n, ACTIVATIONS.index(activation), native.DTYPE_CODES[both.dtype])
-        kernel(both.data_ptr(), out.data_ptr(), *sizes, *native.launch_args(both.device))
+        kernel(
+            both=both,
+            out=out,
+            m=len(both),
+            n=w.n,
+            activation=ACTIVATIONS.index(activation),
+            dtype=native.DTYPE_CODES[both.dtype],
+            launch=native.launch_args(both.device),
+        )
         return out
     triton = triton_kernels(both.device)
     if triton is not None and not torch.compiler.is_compiling():

@@ -98,12 +98,23 @@ def run_int8_linear(x: Tensor, w: Int8Weight, *, activation: int, isa: str = "au
     d = empty_rows(m, (w.n,), x.dtype)
     launch = native.launch_args(_CPU, isa)
     kernel, workspace_bytes = _kernels()
-    num_bytes = workspace_bytes(m, w.k, launch[2])
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
-    operands = (x, w.panels, w.scale, w.weighted_sum, w.bias, d, workspace)
-    addresses = (operand.data_ptr() for operand in operands)
-    sizes = (num_bytes, m, w.n, w.k)
-    kernel(*addresses, *sizes, activation, native.DTYPE_CODES[x.dtype], *launch)
+    num_bytes = workspace_bytes(m=m, k=w.k, num_threads=launch.num_threads)
+    kernel(
+        x=x,
+        weight=w.panels,
+        weight_scale=w.scale,
+        weight_sum=w.weighted_sum,
+        bias=w.bias,
+        d=d,
+        workspace=torch.empty(num_bytes, dtype=torch.uint8),
+        workspace_bytes=num_bytes,
+        m=m,
+        n=w.n,
+        k=w.k,
+        activation=activation,
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=launch,
+    )
     return d
 
 

@@ -222,14 +222,16 @@ def _linear_any(x: Tensor, w: LinearWeight) -> Tensor:
     """x @ w.T + bias by the kernel that takes any size and dtype."""
     d = x.new_empty((x.shape[0], w.n))
     weight = w.weight.contiguous()
-    operands = (x, weight, w.bias, d)
     native.require_kernel("linear_any", x.device)(
-        *(0 if t is None else t.data_ptr() for t in operands),
-        x.shape[0],
-        w.n,
-        w.k,
-        native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device),
+        a=x,
+        b=weight,
+        bias=w.bias,
+        d=d,
+        m=x.shape[0],
+        n=w.n,
+        k=w.k,
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=native.launch_args(x.device),
     )
     return d
 
@@ -247,20 +249,20 @@ def run_kernel(
     m = x.shape[0]
     d = x.new_empty((m, w.n // 2 if is_gated else w.n))
     native.require_kernel("linear", x.device)(
-        x.data_ptr(),
-        w.weight.data_ptr(),
-        0 if w.bias is None else w.bias.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        d.data_ptr(),
-        m,
-        w.n,
-        w.k,
-        ACTIVATIONS.index(activation),
-        is_gated,
-        plan.tiling,
-        plan.split_k,
-        native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device),
+        a=x,
+        b=w.weight,
+        bias=w.bias,
+        residual=residual,
+        d=d,
+        m=m,
+        n=w.n,
+        k=w.k,
+        activation=ACTIVATIONS.index(activation),
+        gated=is_gated,
+        tiling=plan.tiling,
+        split_k=plan.split_k,
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=native.launch_args(x.device),
     )
     return d
 

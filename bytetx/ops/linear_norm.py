@@ -62,15 +62,21 @@ def run_kernel(
     require_contiguous("x", x)
     require_contiguous("residual", residual)
     d = x.new_empty(shape)
-    operands = (x, w.weight, w.bias, residual, *norm, d, workspace)
     native.require_kernel("linear_norm", x.device)(
-        *(0 if t is None else t.data_ptr() for t in operands),
-        m,
-        w.n,
-        w.k,
-        eps,
-        native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device),
+        a=x,
+        b=w.weight,
+        bias=w.bias,
+        residual=residual,
+        weight=norm[0],
+        shift=norm[1],
+        d=d,
+        workspace=workspace,
+        m=m,
+        n=w.n,
+        k=w.k,
+        eps=eps,
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=native.launch_args(x.device),
     )
     return d
 

@@ -94,16 +94,17 @@ def _native_of_one(
     out = torch.empty((1, num_documents), dtype=torch.float32, device=d.device)
     bounds = np.ascontiguousarray(cu_documents)  # int64, and read before the call returns
     native.require_kernel("maxsim_of_one", d.device)(
-        q.data_ptr(),
-        d.data_ptr(),
-        bounds.ctypes.data,
-        out.data_ptr(),
-        *q.shape,
-        num_documents,
-        q.shape[0] if is_mean else 1,
-        empty_score,
-        native.DTYPE_CODES[q.dtype],
-        *native.launch_args(d.device),
+        query=q,
+        documents=d,
+        cu_documents=bounds.ctypes.data,
+        scores=out,
+        num_vectors=q.shape[0],
+        size=q.shape[1],
+        num_documents=num_documents,
+        divisor=q.shape[0] if is_mean else 1,
+        empty_score=empty_score,
+        dtype=native.DTYPE_CODES[q.dtype],
+        launch=native.launch_args(d.device),
     )
     return out
 

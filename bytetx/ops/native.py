@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from bytetx.ops.native_modules import load_native
+from bytetx.ops.native_params import Launch
 
 logger = logging.getLogger("bytetx")
 
@@ -21,7 +22,7 @@ ISA_CODES = {"auto": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4}
 MAX_WINDOW = 1 << 30  # tokens; kernels add positions to it in int32
 KERNEL_CAPABILITY = (9, 0)  # _cuda holds code for sm_90a, which runs on no other architecture
 
-Kernel = Callable[..., Any]  # takes the fields of a Params struct of csrc/ops.h, then launch_args
+Kernel = Callable[..., Any]  # takes the fields of a Params struct of csrc/ops.h and launch, by name
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,8 +75,9 @@ def _set_module(device_type: str, module: ModuleType | str) -> None:
 def kernel(op: str, device: torch.device) -> Kernel | None:
     """The native kernel of `op` for tensors on `device`, or None where the reference runs.
 
-    Call it with the fields of its Params struct (csrc/ops.h), in their order, then
-    `*launch_args(device)`. Whether it takes the dtype and shape at hand is the op's to check.
+    Call it with the fields of its Params struct (csrc/ops.h) and `launch=launch_args(device)`, all
+    by name; a pointer may be a tensor, an address or None. Whether it takes the dtype and shape at
+    hand is the op's to check.
     """
     found = _lookup(op, device.type, device.index)
     return None if isinstance(found, str) else found
@@ -121,7 +123,7 @@ def linear_tilings() -> list[tuple[str, int, int, bool]]:
 def linear_norm_workspace_bytes(m: int, n: int) -> int:
     """Bytes that the kernel `linear_norm` needs for m rows of n columns; 0 if it is not built."""
     module = _modules["cuda"]
-    return 0 if isinstance(module, str) else int(module.linear_norm_workspace_bytes(m, n))
+    return 0 if isinstance(module, str) else int(module.linear_norm_workspace_bytes(m=m, n=n))
 
 
 def decode_step_workspace_bytes(
@@ -130,9 +132,15 @@ def decode_step_workspace_bytes(
     """Bytes that the kernel `decode_step` needs; 0 where it is not built or refuses these sizes."""
     if kernel("decode_step", device) is None:
         return 0
-    index = launch_args(device)[0]
-    sizes = (index, hidden_size, inner_size, num_heads, num_kv_heads)
-    return int(_modules["cuda"].decode_step_workspace_bytes(*sizes))  # type: ignore[union-attr]
+    index = launch_args(device).device
+    num_bytes = _modules["cuda"].decode_step_workspace_bytes(  # type: ignore[union-attr]
+        device=index,
+        hidden_size=hidden_size,
+        inner_size=inner_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+    )
+    return int(num_bytes)
 
 
 def fp8_linear_tilings() -> list[tuple[str, int, int, bool]]:
@@ -193,16 +201,21 @@ def word_piece() -> Callable[..., Any] | None:
     return getattr(_modules["cpu"], "WordPiece", None)
 
 
-def launch_args(device: torch.device, isa: str = "auto") -> tuple[int, int, int, int]:
-    """(device index, stream, num_threads, isa): the arguments that end every native call.
+def launch_args(device: torch.device, isa: str = "auto") -> Launch:
+    """Where a native call runs, its argument `launch`.
 
     The stream is torch's current one on `device`, the thread count is torch's.
     isa: a key of ISA_CODES; the CPU's kernels run with it instead of the best that there is.
     """
     if device.type != "cuda":
-        return -1, 0, torch.get_num_threads(), ISA_CODES[isa]
+        return _on_cpu(torch.get_num_threads(), isa)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return index, torch._C._cuda_getCurrentRawStream(index), 0, 0
+    return Launch(index, torch._C._cuda_getCurrentRawStream(index), 0, 0)
+
+
+@cache
+def _on_cpu(num_threads: int, isa: str) -> Launch:
+    return Launch(device=-1, stream=0, num_threads=num_threads, isa=ISA_CODES[isa])
 
 
 def register(

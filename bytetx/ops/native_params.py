@@ -1,14 +1,31 @@
-"""Fields of structs of csrc/ops.h that other structs hold, in their order; addresses are ints."""
+"""Structs of the native contract (csrc/ops.h and its sisters) that a native call holds as a value.
+
+A field that is a pointer takes an address, a tensor or None. The core compares the names and their
+order with its own and refuses others.
+"""
 
 from typing import NamedTuple
 
+from torch import Tensor
+
+Pointer = int | Tensor | None
+
+
+class Launch(NamedTuple):
+    """Where a call runs: the CUDA device and stream, or the CPU's threads and instruction set."""
+
+    device: int
+    stream: int
+    num_threads: int
+    isa: int
+
 
 class LinearParams(NamedTuple):
-    a: int
-    b: int
-    bias: int = 0
-    residual: int = 0
-    d: int = 0
+    a: Pointer = None
+    b: Pointer = None
+    bias: Pointer = None
+    residual: Pointer = None
+    d: Pointer = None
     m: int = 0
     n: int = 0
     k: int = 0
@@ -20,14 +37,14 @@ class LinearParams(NamedTuple):
 
 
 class NormParams(NamedTuple):
-    x: int = 0
-    residual: int = 0
-    out: int = 0
-    sum_out: int = 0
-    weight: int = 0
-    bias: int = 0
-    out_fp8: int = 0
-    out_scale: int = 0
+    x: Pointer = None
+    residual: Pointer = None
+    out: Pointer = None
+    sum_out: Pointer = None
+    weight: Pointer = None
+    bias: Pointer = None
+    out_fp8: Pointer = None
+    out_scale: Pointer = None
     total_tokens: int = 0
     hidden_size: int = 0
     eps: float = 0.0
@@ -49,3 +66,23 @@ class PagedPlanParams(NamedTuple):
     window: int
     tile_tokens: int
     batch_invariant: bool = False
+
+
+class PaddedMatrix(NamedTuple):
+    data: Pointer = None
+    row_stride: int = 0
+    item_bytes: int = 4
+    is_float: bool = False
+
+
+class StepBlockLayout(NamedTuple):
+    cu_seqlens: int
+    prompt_tokens: int
+    input_ids: int
+    position_ids: int
+    token_type_ids: int
+    num_texts: int
+    num_fillers: int
+    filler_tokens: int
+    total_tokens: int
+    position_offset: int

@@ -124,19 +124,19 @@ def run_kernel(
     """The native kernel on checked arguments; isa: a key of native.ISA_CODES."""
     total_tokens, hidden_size = x.shape
     kernel(
-        x.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        out.data_ptr(),
-        0 if sum_out is None else sum_out.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        0 if fp8_out is None else fp8_out[0].data_ptr(),
-        0 if fp8_out is None else fp8_out[1].data_ptr(),
-        total_tokens,
-        hidden_size,
-        eps,
-        native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device, isa),
+        x=x,
+        residual=residual,
+        out=out,
+        sum_out=sum_out,
+        weight=weight,
+        bias=bias,
+        out_fp8=None if fp8_out is None else fp8_out[0],
+        out_scale=None if fp8_out is None else fp8_out[1],
+        total_tokens=total_tokens,
+        hidden_size=hidden_size,
+        eps=eps,
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=native.launch_args(x.device, isa),
     )
     return out
 

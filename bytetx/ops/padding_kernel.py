@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native
+from bytetx.ops.native_params import PaddedMatrix
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
-
-_NONE = (0, 0, 4, False)
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -20,11 +19,11 @@ def count_tokens(mask: Tensor) -> Tensor:
         return torch.zeros((3, num_rows), dtype=torch.int32, device=mask.device)
     counts = torch.empty((3, num_rows), dtype=torch.int32, device=mask.device)
     native.require_kernel("count_tokens", mask.device)(
-        _matrix(mask),
-        counts.data_ptr(),
-        num_rows,
-        num_columns,
-        *native.launch_args(mask.device),
+        mask=_matrix(mask),
+        counts=counts,
+        num_rows=num_rows,
+        num_columns=num_columns,
+        launch=native.launch_args(mask.device),
     )
     return counts
 
@@ -47,28 +46,28 @@ def pack_padded(
     if padded.mask is not None:
         rows = torch.empty(num_rows * num_columns, dtype=torch.int32, device=device)
     native.require_kernel("pack_padded", device)(
-        _matrix(ids),
-        _matrix(padded.mask),
-        _matrix(padded.token_type_ids),
-        _matrix(padded.position_ids),
-        _address(seqlens),
-        packed.cu_seqlens.data_ptr(),
-        packed.input_ids.data_ptr(),
-        packed.position_ids.data_ptr(),
-        _address(packed.token_type_ids),
-        _address(rows),
-        _address(bad_ids),
-        num_rows,
-        num_columns,
-        num_texts,
-        packed.cu_seqlens.shape[0] - 1,
-        packed.input_ids.shape[0],
-        filler_tokens,
-        position_offset,
-        0 if tables is None else tables.word,
-        0 if tables is None else tables.position,
-        0 if tables is None else tables.token_type,
-        *native.launch_args(device),
+        input_ids=_matrix(ids),
+        mask=_matrix(padded.mask),
+        token_type_ids=_matrix(padded.token_type_ids),
+        position_ids=_matrix(padded.position_ids),
+        seqlens=seqlens,
+        cu_seqlens=packed.cu_seqlens,
+        packed_ids=packed.input_ids,
+        packed_positions=packed.position_ids,
+        packed_types=packed.token_type_ids,
+        rows=rows,
+        bad_ids=bad_ids,
+        num_rows=num_rows,
+        num_columns=num_columns,
+        num_texts=num_texts,
+        num_sequences=packed.cu_seqlens.shape[0] - 1,
+        num_tokens=packed.input_ids.shape[0],
+        filler_tokens=filler_tokens,
+        position_offset=position_offset,
+        num_words=0 if tables is None else tables.word,
+        num_positions=0 if tables is None else tables.position,
+        num_types=0 if tables is None else tables.token_type,
+        launch=native.launch_args(device),
     )
     return rows
 
@@ -77,23 +76,18 @@ def unpack_padded(x: Tensor, rows: Tensor) -> Tensor:
     """ops.padding.unpack_padded on checked arguments."""
     out = torch.empty((rows.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
     native.require_kernel("unpack_padded", x.device)(
-        x.data_ptr(),
-        rows.data_ptr(),
-        out.data_ptr(),
-        rows.shape[0],
-        x.shape[1] * x.element_size(),
-        *native.launch_args(x.device),
+        x=x,
+        rows=rows,
+        out=out,
+        num_places=rows.shape[0],
+        row_bytes=x.shape[1] * x.element_size(),
+        launch=native.launch_args(x.device),
     )
     return out
 
 
-def _matrix(t: Tensor | None) -> tuple[int, int, int, bool]:
-    """(address, row stride, bytes of an item, whether it is floating): PaddedMatrix."""
+def _matrix(t: Tensor | None) -> PaddedMatrix:
     if t is None:
-        return _NONE
+        return PaddedMatrix()
     row_stride = 0 if t.shape[0] == 1 else t.stride(0)
-    return t.data_ptr(), row_stride, t.element_size(), t.is_floating_point()
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+    return PaddedMatrix(t, row_stride, t.element_size(), t.is_floating_point())

@@ -146,11 +146,20 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         return
     kernel = native.kernel("write_kv", k.device)
     if kernel is not None:
-        operands = (k, v, k_cache, v_cache, slot_mapping)
-        num_slots, row_elements = k_cache.shape[0] * k_cache.shape[1], k.shape[1] * k.shape[2]
-        sizes = (k.shape[0], num_slots, row_elements, k.stride(0), v.stride(0))
-        launch = native.launch_args(k.device)
-        kernel(*map(Tensor.data_ptr, operands), *sizes, native.DTYPE_CODES[k.dtype], *launch)
+        kernel(
+            k=k,
+            v=v,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping=slot_mapping,
+            total_tokens=k.shape[0],
+            num_slots=k_cache.shape[0] * k_cache.shape[1],
+            row_elements=k.shape[1] * k.shape[2],
+            k_stride=k.stride(0),
+            v_stride=v.stride(0),
+            dtype=native.DTYPE_CODES[k.dtype],
+            launch=native.launch_args(k.device),
+        )
         return
     triton = triton_kernels(k.device)
     if triton is not None:
@@ -255,31 +264,46 @@ def run_kernel(
     batch_size, max_pages = page_table.shape
     kernel, workspace_bytes = _kernel(q.device)
     launch = native.launch_args(q.device, isa)
-    heads = (num_heads, num_kv_heads, head_dim, min(window, native.MAX_WINDOW))
-    lengths = (cu_seqlens.data_ptr(), kv_seqlens.data_ptr(), batch_size)
-    num_bytes = workspace_bytes(*lengths, *heads, batch_invariant, launch[2])
-    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    window = min(window, native.MAX_WINDOW)
+    num_bytes = workspace_bytes(
+        cu_seqlens=cu_seqlens.data_ptr(),
+        kv_seqlens=kv_seqlens.data_ptr(),
+        batch_size=batch_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        window=window,
+        batch_invariant=batch_invariant,
+        num_threads=launch.num_threads,
+    )
     if out is None:
         out = empty_rows(total_tokens, q.shape[1:], q.dtype)
-    operands = (
-        *(q, k_cache, v_cache, out, cu_seqlens, page_table, kv_seqlens),
-        *(alibi_slopes, workspace),
-    )
     kernel(
-        *(0 if t is None else t.data_ptr() for t in operands),
-        num_bytes,
-        batch_size,
-        total_tokens,
-        num_pages,
-        max_pages,
-        page_size,
-        *heads,
-        q.stride(0),
-        softmax_scale,
-        softcap,
-        native.DTYPE_CODES[q.dtype],
-        batch_invariant,
-        *launch,
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        out=out,
+        cu_seqlens=cu_seqlens,
+        page_table=page_table,
+        kv_seqlens=kv_seqlens,
+        alibi_slopes=alibi_slopes,
+        workspace=torch.empty(num_bytes, dtype=torch.uint8),
+        workspace_bytes=num_bytes,
+        batch_size=batch_size,
+        total_tokens=total_tokens,
+        num_pages=num_pages,
+        max_pages=max_pages,
+        page_size=page_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        window=window,
+        q_stride=q.stride(0),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dtype=native.DTYPE_CODES[q.dtype],
+        batch_invariant=batch_invariant,
+        launch=launch,
     )
     return out
 

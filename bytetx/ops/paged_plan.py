@@ -87,13 +87,31 @@ def plan_paged_attention(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         window=min(window, native.MAX_WINDOW),
-        tile_tokens=kernels.tile_tokens(num_heads, num_kv_heads, head_dim),
+        tile_tokens=kernels.tile_tokens(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+        ),
         batch_invariant=batch_invariant,
     )
     plan_bytes, workspace_bytes = kernels.bytes(params)
     buffer = torch.empty(plan_bytes + workspace_bytes, dtype=torch.uint8, device=device)
     params = params._replace(plan=buffer.data_ptr(), plan_bytes=plan_bytes)
-    kernels.plan(*params, *native.launch_args(device))
+    kernels.plan(
+        cu_seqlens=params.cu_seqlens,
+        kv_seqlens=params.kv_seqlens,
+        plan=params.plan,
+        plan_bytes=params.plan_bytes,
+        batch_size=params.batch_size,
+        total_tokens=params.total_tokens,
+        max_seqlen=params.max_seqlen,
+        max_kv_seqlen=params.max_kv_seqlen,
+        num_heads=params.num_heads,
+        num_kv_heads=params.num_kv_heads,
+        head_dim=params.head_dim,
+        window=params.window,
+        tile_tokens=params.tile_tokens,
+        batch_invariant=params.batch_invariant,
+        launch=native.launch_args(device),
+    )
     return PagedPlan(params, window, buffer, cu_seqlens, kv_seqlens)
 
 
@@ -140,7 +158,10 @@ def has_invariant_kernel(
     """Whether decode rows and prefill chunks of these heads can go through one native kernel."""
     if not has_paged_kernel(device) or not fits_kernel(num_heads, num_kv_heads, head_dim, 2):
         return False
-    return int(_kernels(device).tile_tokens(num_heads, num_kv_heads, head_dim)) > 0
+    tile_tokens = _kernels(device).tile_tokens(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+    return int(tile_tokens) > 0
 
 
 def run_planned(
@@ -159,21 +180,24 @@ def run_planned(
     """The Hopper kernels on checked arguments that takes_paged_plan accepts."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    operands = (q, k_cache, v_cache, out, page_table)
     _kernels(q.device).attention(
-        *map(Tensor.data_ptr, operands),
-        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
-        plan.params,
-        plan.params.plan + plan.params.plan_bytes,
-        plan.buffer.shape[0] - plan.params.plan_bytes,
-        page_table.shape[1],
-        k_cache.shape[1],
-        q.stride(0),
-        softmax_scale,
-        softcap,
-        native.DTYPE_CODES[q.dtype],
-        early_read,
-        *native.launch_args(q.device),
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        out=out,
+        page_table=page_table,
+        alibi_slopes=alibi_slopes,
+        plan=plan.params,
+        workspace=plan.params.plan + plan.params.plan_bytes,
+        workspace_bytes=plan.buffer.shape[0] - plan.params.plan_bytes,
+        max_pages=page_table.shape[1],
+        page_size=k_cache.shape[1],
+        q_stride=q.stride(0),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        dtype=native.DTYPE_CODES[q.dtype],
+        early_read=early_read,
+        launch=native.launch_args(q.device),
     )
     return out
 
@@ -184,7 +208,7 @@ def has_paged_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    tile_tokens: Callable[[int, int, int], int]
+    tile_tokens: Callable[..., int]
     bytes: Callable[[PagedPlanParams], tuple[int, int]]
     plan: Callable[..., Any]
     attention: Callable[..., Any]

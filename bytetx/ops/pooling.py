@@ -85,26 +85,26 @@ def run_kernel(
     device = x.device
     out = torch.empty((batch_size, hidden_size), dtype=torch.float32, device=device)
     workspace_bytes = native.require_kernel("pool_workspace_bytes", device)(
-        total_tokens, longest, hidden_size
+        total_tokens=total_tokens, max_seqlen=longest, hidden_size=hidden_size
     )
     workspace = None
     if workspace_bytes:
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     kernel(
-        x.data_ptr(),
-        cu_seqlens.data_ptr(),
-        0 if first_tokens is None else first_tokens.data_ptr(),
-        out.data_ptr(),
-        0 if workspace is None else workspace.data_ptr(),
-        workspace_bytes,
-        batch_size,
-        total_tokens,
-        longest,
-        hidden_size,
-        POOLING_MODES.index(mode),
-        normalize,
-        native.DTYPE_CODES[x.dtype],
-        *native.launch_args(device, isa),
+        x=x,
+        cu_seqlens=cu_seqlens,
+        first_tokens=first_tokens,
+        out=out,
+        workspace=workspace,
+        workspace_bytes=workspace_bytes,
+        batch_size=batch_size,
+        total_tokens=total_tokens,
+        max_seqlen=longest,
+        hidden_size=hidden_size,
+        mode=POOLING_MODES.index(mode),
+        normalize=normalize,
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=native.launch_args(device, isa),
     )
     return out
 

@@ -26,13 +26,13 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         return reference.quantize_rows(x)
     rows, scale = empty_fp8_rows(x)
     kernel(
-        x.data_ptr(),
-        rows.data_ptr(),
-        scale.data_ptr(),
-        x.shape[0],
-        x.shape[1],
-        native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device),
+        x=x,
+        out_fp8=rows,
+        out_scale=scale,
+        total_tokens=x.shape[0],
+        hidden_size=x.shape[1],
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=native.launch_args(x.device),
     )
     return rows, scale
 

@@ -34,10 +34,21 @@ def _rotate(
 ) -> None:
     kernel = native.kernel("rotary", x.device)
     if kernel is not None and (x.is_cuda or x.dtype in (torch.float32, torch.bfloat16)):
-        operands = (x, cos, sin, position_ids)
-        sizes = (x.shape[0], cos.shape[0], *x.shape[1:], cos.shape[1], is_interleaved, x.stride(0))
-        launch = native.launch_args(x.device)
-        kernel(*map(Tensor.data_ptr, operands), *sizes, native.DTYPE_CODES[x.dtype], *launch)
+        kernel(
+            x=x,
+            cos=cos,
+            sin=sin,
+            position_ids=position_ids,
+            total_tokens=x.shape[0],
+            num_positions=cos.shape[0],
+            num_heads=x.shape[1],
+            head_dim=x.shape[2],
+            num_pairs=cos.shape[1],
+            is_interleaved=is_interleaved,
+            x_stride=x.stride(0),
+            dtype=native.DTYPE_CODES[x.dtype],
+            launch=native.launch_args(x.device),
+        )
         return
     triton = triton_kernels(x.device)
     if triton is not None:

@@ -55,22 +55,30 @@ def rotary_write_kv(
     _check(q, k, v, cos, sin, position_ids)
     _check_cache(k, k_cache, v_cache, slot_mapping)
     _check_norms(q, q_norm, k_norm)
-    tables = (q_norm, k_norm, position_ids, slot_mapping)
     kernel(
-        *map(Tensor.data_ptr, (q, k, v, k_cache, v_cache, cos, sin)),
-        *(0 if t is None else t.data_ptr() for t in tables),
-        q.shape[0],
-        q.shape[1],
-        k.shape[1],
-        q.shape[2],
-        cos.shape[1],
-        is_interleaved,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        eps,
-        native.DTYPE_CODES[q.dtype],
-        *native.launch_args(q.device),
+        q=q,
+        k=k,
+        v=v,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cos=cos,
+        sin=sin,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        position_ids=position_ids,
+        slot_mapping=slot_mapping,
+        total_tokens=q.shape[0],
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        num_pairs=cos.shape[1],
+        is_interleaved=is_interleaved,
+        q_stride=q.stride(0),
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+        eps=eps,
+        dtype=native.DTYPE_CODES[q.dtype],
+        launch=native.launch_args(q.device),
     )
     return q
 

@@ -56,11 +56,17 @@ def sample_tokens(
         return tokens
     out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     kernel(
-        logits.data_ptr(),
-        *(0 if column is None else column.data_ptr() for column in columns.values()),
-        out.data_ptr(),
-        *logits.shape,
-        native.DTYPE_CODES[logits.dtype],
-        *native.launch_args(logits.device),
+        logits=logits,
+        temperature=temperature,
+        top_k=filters.top_k,
+        top_p=filters.top_p,
+        min_p=filters.min_p,
+        seeds=seeds,
+        positions=positions,
+        out=out,
+        num_rows=logits.shape[0],
+        vocab_size=logits.shape[1],
+        dtype=native.DTYPE_CODES[logits.dtype],
+        launch=native.launch_args(logits.device),
     )
     return out

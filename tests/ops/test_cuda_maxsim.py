@@ -103,4 +103,16 @@ def test_the_kernel_says_what_it_takes(num_vectors: int, size: int, dtype: int) 
     device = torch.device("cuda", 0)
     kernel = native.require_kernel("maxsim_of_one", device)
     with pytest.raises(ValueError, match="1 to 64 vectors of 32, 64, 96 or 128"):
-        kernel(0, 0, 0, 0, num_vectors, size, 1, 1.0, 0.0, dtype, *native.launch_args(device))
+        kernel(
+            query=None,
+            documents=None,
+            cu_documents=None,
+            scores=None,
+            num_vectors=num_vectors,
+            size=size,
+            num_documents=1,
+            divisor=1.0,
+            empty_score=0.0,
+            dtype=dtype,
+            launch=native.launch_args(device),
+        )

@@ -398,15 +398,19 @@ def test_kernels_start_threads_where_there_is_no_openmp() -> None:
     """A process without torch has no OpenMP runtime; the result is the same."""
     code = """
 import importlib.util, sys
+from collections import namedtuple
 import numpy as np
 spec = importlib.util.spec_from_file_location("_cpu", sys.argv[1])
 core = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(core)
 x = np.random.default_rng(0).standard_normal((4096, 384), dtype=np.float32)
 one, out = np.ones(384, np.float32), [np.full_like(x, np.nan) for _ in range(2)]
+Launch = namedtuple("Launch", "device stream num_threads isa")
 for num_threads, y in zip((1, 3), out):
-    core.layer_norm(x.ctypes.data, 0, y.ctypes.data, 0, one.ctypes.data, 0, 0, 0, 4096, 384, 1e-5,
-                    0, -1, 0, num_threads, 0)
+    core.layer_norm(x=x.ctypes.data, residual=None, out=y.ctypes.data, sum_out=None,
+                    weight=one.ctypes.data, bias=None, out_fp8=None, out_scale=None,
+                    total_tokens=4096, hidden_size=384, eps=1e-5, dtype=0,
+                    launch=Launch(-1, 0, num_threads, 0))
 assert "torch" not in sys.modules and (out[0] == out[1]).all() and abs(out[0].std() - 1) < 1e-3
 """
     path = importlib.util.find_spec("bytetx._cpu").origin
@@ -415,7 +419,20 @@ assert "torch" not in sys.modules and (out[0] == out[1]).all() and abs(out[0].st
 
 def test_an_instruction_set_that_the_machine_lacks_is_an_error() -> None:
     x, weight = torch.ones(2, 8), torch.ones(8)
-    kernel = native.kernel("layer_norm", x.device)
+    launch = native.launch_args(x.device)._replace(isa=5)
     with pytest.raises(ValueError, match="isa must be one that this machine has"):
-        addresses = (x.data_ptr(), 0, x.data_ptr(), 0, weight.data_ptr(), 0, 0, 0)
-        kernel(*addresses, 2, 8, 1e-5, 0, -1, 0, 1, 5)
+        native.require_kernel("layer_norm", x.device)(
+            x=x,
+            residual=None,
+            out=x,
+            sum_out=None,
+            weight=weight,
+            bias=None,
+            out_fp8=None,
+            out_scale=None,
+            total_tokens=2,
+            hidden_size=8,
+            eps=1e-5,
+            dtype=0,
+            launch=launch,
+        )
