@@ -52,11 +52,12 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     token.  At a pad every output is zeros, whichever forward runs: hidden states, logits of any
     head and any logits_to_keep, keys and values; pooler_output reads each row's first token, zeros
     of a row that has none.  Only training mode and export leave the original's output as it is, and
-    transformers' own generation loop finds Hugging Face's values.  A mean over a padded batch that
+    transformers' own generation loop finds Hugging Face's values in logits and hidden states (keys
+    and values of the cache that generate returns are zeros).  A mean over a padded batch that
     includes pads therefore differs.  pads="stock" gives Hugging Face's (meaningless) values at all
     pads instead: it runs the original forward, without a warning, for each batch whose output has
     values at pads.  Batches without pads, heads on the first token, logits_to_keep that selects
-    tokens, and generate still run packed.
+    tokens, and generate still run packed, and their keys and values at pads are zeros.
 
     Packed input: input_ids [1, total_tokens] or [total_tokens] with cu_seqlens (or cu_seq_lens_q
     and cu_seq_lens_k), int [batch_size + 1]; a head that reads the first token then gives one row

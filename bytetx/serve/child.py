@@ -11,6 +11,7 @@ import sys
 import uvloop
 
 from bytetx.errors import BytetxError, DeviceLostError
+from bytetx.ops.heap import limit_heaps
 from bytetx.serve.http_server import accept_again, make_site, run_site
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.remote import EngineClient
@@ -20,6 +21,7 @@ from bytetx.serve.settings import ServeSettings, read_settings, say_ready
 def main(arguments: list[str]) -> int:
     """Runs one of the two and gives the exit code."""
     settings = read_settings(sys.stdin.buffer.readline())
+    limit_heaps()
     set_up_logs(settings)
     try:
         if arguments[0] == "engine":

@@ -22,7 +22,7 @@ from bytetx.encode.request import RunStats
 from bytetx.errors import DeviceLostError, InputError, NotFiniteError, shown
 from bytetx.generate.outputs import RequestOutput
 from bytetx.model import Model
-from bytetx.ops.heap import release_heap
+from bytetx.ops.heap import release_heap_after
 from bytetx.requests.chunks import offsets_of
 from bytetx.requests.prompts import ChatPrompt, Prompt
 from bytetx.sampling_params import SamplingParams
@@ -40,8 +40,6 @@ from bytetx.tasks.task import TASKS as DECLARED
 from bytetx.tasks.task import TaskOptions, TaskSpec
 
 logger = logging.getLogger("bytetx.serve")
-
-_MANY_CHARACTERS = 1 << 18
 
 
 def model_facts(source: ModelSource, model: Model) -> ModelFacts:
@@ -218,9 +216,9 @@ class LeftTruncation:
                 too_long, ends.encode([given[place] for place in too_long]), strict=True
             ):
                 result[places[place]] = encoding.ids
-        del whole  # hundreds of bytes for each token
-        if sum(map(len, given)) > _MANY_CHARACTERS:
-            release_heap()
+        num_tokens = sum(map(len, whole))
+        del whole
+        release_heap_after(num_tokens)
         return result, len(too_long)
 
 
@@ -359,6 +357,7 @@ def _tokenize_now(served: ServedModel, call: Call) -> Outcome:
     bounds = np.cumsum([0, *(one.shape[1] for one in columns)], dtype=np.int64)
     names = {str(one): tokenizer.token(one) for one in np.unique(ids[special > 0]).tolist()}
     arrays = (ids, starts, stops, special.astype(np.uint8), bounds)
+    release_heap_after(len(ids))
     timings = Timings(num_texts=len(texts), num_tokens=len(ids))
     return Outcome(timings, [texts, names], arrays)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import uvloop
 
 from bytetx.errors import BytetxError, OptionError
+from bytetx.ops.heap import limit_heaps
 from bytetx.serve.engine import LocalBackend, ServedModel
 from bytetx.serve.http_server import bind, make_site, run_site
 from bytetx.serve.loading import close_models, load_models, warm_up
@@ -32,6 +33,7 @@ def main() -> None:
     settings = read_settings(sys.stdin.buffer.readline())
     if index:  # one of them listens there, and shows all
         settings = replace(settings, prometheus_port=None)
+    limit_heaps()
     set_up_logs(settings)
     threading.Thread(target=_end_with_the_supervisor, daemon=True).start()
     try:

@@ -5,6 +5,7 @@ import asyncio
 import uvloop
 
 from bytetx.errors import DeviceLostError
+from bytetx.ops.heap import limit_heaps
 from bytetx.serve.http_server import bind, make_site, run_site
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.settings import ServeSettings
@@ -16,6 +17,7 @@ def serve(settings: ServeSettings) -> None:
     Raises CheckpointError and OptionError for what cannot be served, SystemExit with the code of
     an engine process that could not start, DeviceLostError where the device was lost meanwhile.
     """
+    limit_heaps()
     set_up_logs(settings)
     if settings.frontends > 1:
         from bytetx.serve.supervisor import supervise

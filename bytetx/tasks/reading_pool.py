@@ -9,13 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from bytetx.encode.request import Window
-from bytetx.ops.heap import release_heap
+from bytetx.ops.heap import release_heap_after
 from bytetx.requests.inputs import Input, InputReader
 from bytetx.runtime.forking import computing
 
 # Calls of at most so many texts are tokenised with others, and so many calls at a time.
 _MAX_SMALL_TEXTS, _MAX_CALLS = 32, 64
-_MANY_TOKENS = 1 << 16
 
 
 class Owner(Protocol):
@@ -79,8 +78,7 @@ class ReadingPool:
             num_tokens = sum(map(_num_tokens, readings))
             _read(readings)
             del readings, first  # while this thread waits it holds nothing of a caller
-            if num_tokens > _MANY_TOKENS:  # each took some hundred bytes of the library's
-                release_heap()
+            release_heap_after(num_tokens)
 
     def _others(self) -> list[Reading]:
         """Readings that wait beside the first one, a share of it where there are other threads."""

@@ -286,7 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         arguments, traffic = serve_models(Path(name))
         log = options.log or Path(name) / "log"
-        with start_server([*arguments, "--frontends", options.frontends], log=log) as server:
+        arguments += ["--frontends", options.frontends]
+        with start_server(arguments, log=log, ends_with_us=True) as server:
             growth = health = 0.0
             if options.requests is not None:
                 most = options.requests

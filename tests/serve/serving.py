@@ -24,6 +24,11 @@ from bytetx.serve.site import Site
 KEY = "sesame"  # of the servers that want one
 _START_S = 60.0
 _IDLE_S = 60.0  # for a server to forget requests whose clients left
+# Asks Linux for SIGTERM when the parent ends (PR_SET_PDEATHSIG is 1), and becomes the program.
+_END_WITH_PARENT = (
+    "import ctypes, os, signal, sys; "
+    "ctypes.CDLL(None).prctl(1, signal.SIGTERM); os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 @dataclass
@@ -90,9 +95,15 @@ def start_server(
     log: Path,
     waits_for: str = r"\bready\b",
     environment: dict[str, str] | None = None,
+    ends_with_us: bool = False,
 ) -> Iterator[Server]:
-    """`bytetx serve` on a free port of the loopback address; killed at the end where it runs."""
+    """`bytetx serve` on a free port of the loopback address; killed at the end where it runs.
+
+    ends_with_us: it ends when this thread does, even where the process is killed (Linux).
+    """
     command = [sys.executable, "-m", "bytetx", "serve", "--port", "0", "--device", "cpu"]
+    if ends_with_us:
+        command[1:1] = ["-c", _END_WITH_PARENT, sys.executable]
     with log.open("wb") as file:
         process = subprocess.Popen(
             [*command, "--threads", "1", *arguments],
