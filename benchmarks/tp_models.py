@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,14 +11,15 @@ from torch import Tensor
 from benchmarks.gpu import Run
 from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.spec import ModelSpec, build_spec
-from bytetx.nn.blocks import Blocks, ColumnWeight, OutWeight, RowWeight
+from bytetx.nn.blocks import Blocks
 from bytetx.nn.kv_cache import KvCache, allocate_cache
 from bytetx.nn.layers import Layers, LayerWeights
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.sharded_blocks import ShardedBlocks
-from bytetx.ops.gated import GatedWeight, prepare_gated
+from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.row_norm import NORMS, RowNorm
+from bytetx.ops.weight import Weight
 from bytetx.packed import PackedBatch, Past, pack_columns
 from bytetx.parallel.layout import shard_model
 from bytetx.parallel.tp import TpGroup
@@ -48,9 +48,6 @@ MODELS: dict[str, dict[str, object]] = {
     },
     "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48},
 }
-
-
-W = TypeVar("W", bound=ColumnWeight | OutWeight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +95,8 @@ def shared_layers(spec: ModelSpec, group: TpGroup, *, count: int, dtype: torch.d
 def without_kernels(share: Share, blocks: Blocks) -> Share:
     """The same weights for cuBLAS: every linear layer takes its reference path."""
 
-    def plain(w: W) -> W:
-        if isinstance(w, GatedWeight):
-            return replace(w, fused=plain(w.fused))
-        if isinstance(w, RowWeight):
-            return replace(w, linear=plain(w.linear))
-        assert isinstance(w, LinearWeight)
-        return replace(w, has_kernel=False)
+    def plain(w: Weight) -> Weight:
+        return w.with_dense(replace(w.dense, has_kernel=False))
 
     def plain_layer(layer: LayerWeights) -> LayerWeights:
         assert layer.ffn_in is not None and layer.ffn_out is not None  # no model here has experts
@@ -188,8 +180,8 @@ def _layer(spec: ModelSpec, blocks: Blocks, like: Tensor) -> LayerWeights:
     biases = set(spec.layer_spec.biases)
     biases |= {"qkv"} if "q" in biases else set()
     weight = partial(_linear, like)
-    out: Callable[..., OutWeight] = partial(_out_linear, like, blocks)
-    ffn_in: LinearWeight | GatedWeight
+    out: Callable[..., LinearWeight] = partial(_out_linear, like, blocks)
+    ffn_in: Weight
     if spec.is_gated:
         gate, up = (_matrix(like, inner, hidden) for _ in range(2))
         ffn_in = prepare_gated(gate, up, prepack=False)
@@ -210,12 +202,12 @@ def _linear(like: Tensor, n: int, k: int, *, has_bias: bool) -> LinearWeight:
     return prepare_linear(_matrix(like, n, k), bias, prepack=False)
 
 
-def _out_linear(like: Tensor, blocks: Blocks, n: int, k: int, *, has_bias: bool) -> OutWeight:
+def _out_linear(like: Tensor, blocks: Blocks, n: int, k: int, *, has_bias: bool) -> LinearWeight:
     """Make a linear layer; a rank's share has its bias beside it."""
     if blocks.shard is None:
         return _linear(like, n, k, has_bias=has_bias)
     bias = _randn(like, n) if has_bias else None
-    return RowWeight(_linear(like, n, k, has_bias=False), bias)
+    return replace(_linear(like, n, k, has_bias=False), sum_bias=bias)
 
 
 def _matrix(like: Tensor, n: int, k: int) -> Tensor:

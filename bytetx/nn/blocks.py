@@ -4,39 +4,16 @@ bytetx/nn/sharded_blocks.py runs the same calls where the ranks of a group share
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.ops.embedding import embed
-from bytetx.ops.fp8_linear import Fp8LinearWeight
-from bytetx.ops.gated import GatedWeight, gated_linear
-from bytetx.ops.linear import LinearWeight, fuses_residual, linear
+from bytetx.ops.linear import fuses_residual
 from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import ModelShard
-
-
-@dataclass(frozen=True, slots=True)
-class RowWeight:
-    """A row-parallel layer's shard: linear [n, local k], and the bias [n] that its sum gets."""
-
-    linear: LinearWeight
-    bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8InnerWeight:
-    """A linear layer whose results are E4M3 of act(...) / out_scale."""
-
-    linear: Fp8LinearWeight
-    out_scale: float
-
-
-# What each half of a layer begins with, and what it ends with.
-ColumnWeight = LinearWeight | GatedWeight | Fp8LinearWeight | Fp8InnerWeight
-OutWeight = LinearWeight | RowWeight | Fp8LinearWeight
 
 
 class Rows(Protocol):
@@ -64,16 +41,14 @@ class Rows(Protocol):
         bad_ids: Tensor | None = None,
     ) -> Tensor: ...
 
-    def column_parallel(
-        self, x: Tensor, w: ColumnWeight, *, activation: str = "none"
-    ) -> Tensor: ...
+    def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor: ...
 
-    def row_parallel_partial(self, x: Tensor, w: OutWeight) -> Tensor: ...
+    def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor: ...
 
     def row_parallel(
         self,
         x: Tensor,
-        w: OutWeight,
+        w: Weight,
         *,
         residual: Tensor,
         norm: RowNorm,
@@ -81,13 +56,13 @@ class Rows(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
     def row_parallel_post_norm(
-        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: RowNorm
+        self, x: Tensor, w: Weight, *, residual: Tensor, norm: RowNorm
     ) -> Tensor: ...
 
     def row_parallel_output_norm(
         self,
         x: Tensor,
-        w: OutWeight,
+        w: Weight,
         *,
         residual: Tensor,
         output_norm: RowNorm,
@@ -192,22 +167,18 @@ class LocalBlocks:
         """All rows with all features, from every rank's shard."""
         return x
 
-    def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
+    def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
         """The first linear layer of a half: all rows, this rank's outputs."""
-        if isinstance(w, GatedWeight):
-            return gated_linear(x, w, activation=activation)
-        assert isinstance(w, LinearWeight)
-        return linear(x, w, activation=activation)
+        return w.matmul(x, activation=activation)
 
-    def row_parallel_partial(self, x: Tensor, w: OutWeight) -> Tensor:
+    def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor:
         """The attention's half of a parallel layer, which row_parallel adds to the other."""
-        assert isinstance(w, LinearWeight)
-        return linear(x, w)
+        return w.matmul(x)
 
     def row_parallel(
         self,
         x: Tensor,
-        w: OutWeight,
+        w: Weight,
         *,
         residual: Tensor,
         norm: RowNorm,
@@ -217,32 +188,29 @@ class LocalBlocks:
 
         The residual is added by the GEMM or by the norm, whichever is faster.
         """
-        assert isinstance(w, LinearWeight)
-        if partial is None and fuses_residual(x.shape[0], w):
-            h = linear(x, w, residual=residual)
+        if partial is None and w.has_kernel and fuses_residual(x.shape[0], w.dense):
+            h = w.matmul(x, residual=residual)
             return norm(h), h
-        d = linear(x, w, residual=partial)
+        d = w.matmul(x, residual=partial)
         return norm(d, residual=residual, sum_out=d), d
 
     def row_parallel_post_norm(
-        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: RowNorm
+        self, x: Tensor, w: Weight, *, residual: Tensor, norm: RowNorm
     ) -> Tensor:
         """The first result of row_parallel alone; it overwrites the sum."""
-        assert isinstance(w, LinearWeight)
         return norm.after_linear(x, w, residual=residual)
 
     def row_parallel_output_norm(
         self,
         x: Tensor,
-        w: OutWeight,
+        w: Weight,
         *,
         residual: Tensor,
         output_norm: RowNorm,
         norm: RowNorm | None,
     ) -> tuple[Tensor, Tensor]:
         """(norm(h), h) of h = output_norm(x @ w.T + bias) + residual; (h, h) without a norm."""
-        assert isinstance(w, LinearWeight)
-        d = linear(x, w)
+        d = w.matmul(x)
         return self.norm_sum(output_norm(d, out=d), residual=residual, norm=norm)
 
     def norm_sum(
@@ -282,18 +250,18 @@ class InterruptedRows(LocalBlocks):
         self.__dict__.update(rows.__dict__)
         self._run = run
 
-    def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
+    def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
         self._run()
         return super().column_parallel(x, w, activation=activation)
 
-    def row_parallel_partial(self, x: Tensor, w: OutWeight) -> Tensor:
+    def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor:
         self._run()
         return super().row_parallel_partial(x, w)
 
     def row_parallel(
         self,
         x: Tensor,
-        w: OutWeight,
+        w: Weight,
         *,
         residual: Tensor,
         norm: RowNorm,
@@ -303,7 +271,7 @@ class InterruptedRows(LocalBlocks):
         return super().row_parallel(x, w, residual=residual, norm=norm, partial=partial)
 
     def row_parallel_post_norm(
-        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: RowNorm
+        self, x: Tensor, w: Weight, *, residual: Tensor, norm: RowNorm
     ) -> Tensor:
         self._run()
         return super().row_parallel_post_norm(x, w, residual=residual, norm=norm)
@@ -311,7 +279,7 @@ class InterruptedRows(LocalBlocks):
     def row_parallel_output_norm(
         self,
         x: Tensor,
-        w: OutWeight,
+        w: Weight,
         *,
         residual: Tensor,
         output_norm: RowNorm,

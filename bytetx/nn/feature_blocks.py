@@ -5,12 +5,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import ColumnWeight, OutWeight, Rows, RowWeight
+from bytetx.nn.blocks import Rows
 from bytetx.nn.sharded_blocks import ShardedBlocks, ShardedRows
-from bytetx.ops import reference
-from bytetx.ops.gated import GatedWeight, gate
-from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.linear import linear
 from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import feature_offsets, local_range, shard_model
 from bytetx.parallel.tp import AxisGroups
 
@@ -47,22 +46,18 @@ class _FeatureRows(ShardedRows):
     def gather(self, x: Tensor) -> Tensor:
         return self._x.all_gather_columns(x, self._features.hidden_offsets)
 
-    def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
+    def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
         """The bias and the activation follow the sum over x."""
-        plain = w.fused if isinstance(w, GatedWeight) else w
-        assert isinstance(plain, LinearWeight)
-        summed = self._x.all_reduce(_product(x, plain))
+        plain = w.dense
+        summed = self._x.all_reduce(linear(x, replace(plain, bias=None)))
         if plain.bias is not None:
             summed += plain.bias
-        summed = summed.to(x.dtype)
-        if isinstance(w, GatedWeight):
-            return gate(summed, w, activation=activation)
-        return reference.activate(summed, activation)
+        return w.activated(summed.to(x.dtype), activation)
 
     def row_parallel(
         self,
         x: Tensor,
-        w: OutWeight,
+        w: Weight,
         *,
         residual: Tensor,
         norm: RowNorm,
@@ -75,7 +70,7 @@ class _FeatureRows(ShardedRows):
     def row_parallel_output_norm(
         self,
         x: Tensor,
-        w: OutWeight,
+        w: Weight,
         *,
         residual: Tensor,
         output_norm: RowNorm,
@@ -94,13 +89,8 @@ class _FeatureRows(ShardedRows):
         """Statistics are sums over x ranks."""
         return norm.over_ranks(x, self._x.all_reduce, self._features.hidden_offsets[-1])
 
-    def _sum(self, x: Tensor, w: OutWeight, *, partial: Tensor | None) -> Tensor:
+    def _sum(self, x: Tensor, w: Weight, *, partial: Tensor | None) -> Tensor:
         """The product's sum over y, with the bias: this rank's hidden features of it."""
-        assert isinstance(w, RowWeight)
-        product = linear(x, w.linear, residual=partial)
-        summed = self._collectives.all_reduce(product)
-        return summed if w.bias is None else summed + w.bias
-
-
-def _product(x: Tensor, w: LinearWeight) -> Tensor:
-    return linear(x, replace(w, bias=None))
+        summed = self._collectives.all_reduce(w.matmul(x, residual=partial))
+        bias = w.dense.sum_bias
+        return summed if bias is None else summed + bias

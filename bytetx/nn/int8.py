@@ -9,10 +9,8 @@ from dataclasses import replace
 import torch
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import ColumnWeight, OutWeight
 from bytetx.nn.layers import LayerWeights
-from bytetx.ops.gated import GatedWeight
-from bytetx.ops.linear import LinearWeight, has_cpu_bf16, quantize_linear
+from bytetx.ops.linear import has_cpu_bf16, quantize_linear
 
 
 def takes_int8(spec: ModelSpec) -> bool:
@@ -31,23 +29,9 @@ def int8_activation_dtype() -> torch.dtype:
 
 def quantize_layer(w: LayerWeights) -> LayerWeights:
     """A layer that multiplies 8-bit integers; plain weights come in, f32 or bf16."""
-    assert w.ffn_in is not None and w.ffn_out is not None  # models with experts are refused
-    return replace(
-        w,
-        qkv=_quantized(w.qkv),
-        attn_out=_quantized_out(w.attn_out),
-        ffn_in=_quantized(w.ffn_in),
-        ffn_out=_quantized_out(w.ffn_out),
+    linears = (w.qkv, w.attn_out, w.ffn_in, w.ffn_out)
+    qkv, attn_out, ffn_in, ffn_out = (
+        None if one is None else one.with_dense(quantize_linear(one.dense)) for one in linears
     )
-
-
-def _quantized(w: ColumnWeight) -> ColumnWeight:
-    if isinstance(w, GatedWeight):
-        return replace(w, fused=quantize_linear(w.fused))
-    assert isinstance(w, LinearWeight)
-    return quantize_linear(w)
-
-
-def _quantized_out(w: OutWeight) -> OutWeight:
-    assert isinstance(w, LinearWeight)
-    return quantize_linear(w)
+    assert qkv is not None and attn_out is not None  # every layer has them
+    return replace(w, qkv=qkv, attn_out=attn_out, ffn_in=ffn_in, ffn_out=ffn_out)

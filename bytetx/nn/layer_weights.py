@@ -14,7 +14,7 @@ from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.nn.alibi import model_slopes
-from bytetx.nn.blocks import Blocks, OutWeight
+from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import load_convolution
 from bytetx.nn.layers import Layers, LayerWeights
 from bytetx.nn.quantization import Quantization, quantize_layers
@@ -26,6 +26,7 @@ from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight
 from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import features
 
 # Weight and bias of a linear layer.
@@ -342,7 +343,7 @@ class _LayerReader:
         q, k, v = (part.flatten(0, 1) for part in by_group.split([group, 1, 1], dim=1))
         return torch.cat([q[heads].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)])
 
-    def _ffn_in(self, names: dict[str, str]) -> LinearWeight | GatedWeight:
+    def _ffn_in(self, names: dict[str, str]) -> Weight:
         sizes = (self.spec.intermediate_size, self.spec.hidden_size)
         outputs = _ranges(self.inner)
         if "ffn_gate_up" in names:
@@ -373,7 +374,7 @@ class _LayerReader:
         experts, hidden = self.spec.experts, self.spec.hidden_size
         assert experts is not None  # the spec says that this layer has some
         router = self.load.tensor(f"{names['router']}.weight", (experts.num_experts, hidden))
-        first: tuple[LinearWeight | GatedWeight, ...]
+        first: tuple[Weight, ...]
         stacks = None
         if "experts_gate_up" in names:
             first, out, stacks = self._experts_of_modules(names, experts)
@@ -397,7 +398,7 @@ class _LayerReader:
 
     def _expert(
         self, names: dict[str, str], experts: ExpertSpec, e: int
-    ) -> tuple[LinearWeight | GatedWeight, LinearWeight]:
+    ) -> tuple[Weight, LinearWeight]:
         """One expert whose tensors are its own."""
         local = _ranges(self.expert_inner)
 
@@ -442,7 +443,7 @@ class _LayerReader:
         first = tuple(self.load.gated(both[:inner], both[inner:], None, None) for both in gate_up)
         return first, tuple(self.load.linear_from(one, None) for one in down), (gate_up, down)
 
-    def _attn_out(self, names: dict[str, str]) -> OutWeight:
+    def _attn_out(self, names: dict[str, str]) -> Weight:
         spec = self.spec
         attended = spec.num_heads * spec.head_dim
         weight, bias = self._tensors(
@@ -450,7 +451,7 @@ class _LayerReader:
         )
         return self.load.out_linear_from(weight, bias, is_sharded=self.shard is not None)
 
-    def _out_linears(self, names: dict[str, str]) -> tuple[OutWeight, OutWeight]:
+    def _out_linears(self, names: dict[str, str]) -> tuple[Weight, Weight]:
         """(the attention's, the feed-forward's); sharded parallel layers have one bias for both."""
         spec, is_sharded = self.spec, self.shard is not None
         attended, inner = spec.num_heads * spec.head_dim, spec.intermediate_size

@@ -7,7 +7,7 @@ import torch
 
 from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import Blocks, ColumnWeight, OutWeight, Rows
+from bytetx.nn.blocks import Blocks, Rows
 from bytetx.nn.convolution import Convolution, neighbors
 from bytetx.nn.kv_cache import KvCache, LayerCache
 from bytetx.nn.rotary import RotaryTables
@@ -20,6 +20,7 @@ from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
 from bytetx.ops.rotary import rotary
 from bytetx.ops.rotary_kv import norm_heads, rotary_write_kv
 from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.weight import Weight
 from bytetx.packed import PackedBatch
 
 OnLayer = Callable[[torch.Tensor], None]
@@ -31,11 +32,11 @@ class LayerWeights:
     """One layer; ffn_norm is None where a parallel layer has one norm for both halves, and both
     norms are where the results of the halves are normed instead."""
 
-    qkv: ColumnWeight  # rows of q, then k, then v, unless Layers.is_interleaved
-    attn_out: OutWeight
+    qkv: Weight  # rows of q, then k, then v, unless Layers.is_interleaved
+    attn_out: Weight
     attn_norm: RowNorm | None  # None as well where the first of pre-norm layers has none
-    ffn_in: ColumnWeight | None  # this and ffn_out are None where the layer has experts
-    ffn_out: OutWeight | None
+    ffn_in: Weight | None  # this and ffn_out are None where the layer has experts
+    ffn_out: Weight | None
     ffn_norm: RowNorm | None
     q_norm: RowNorm | None = None
     k_norm: RowNorm | None = None
@@ -274,7 +275,7 @@ class Layers:
     def _add_and_norm(
         self,
         y: torch.Tensor,
-        w: OutWeight,
+        w: Weight,
         x: torch.Tensor,
         norm: RowNorm | None,
         rows: Rows,

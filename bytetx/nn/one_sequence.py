@@ -1,7 +1,5 @@
 """Decode steps of one sequence as one kernel, for the models that have it."""
 
-from typing import TypeGuard
-
 from torch import Tensor
 
 from bytetx.nn.blocks import LocalBlocks
@@ -9,8 +7,8 @@ from bytetx.nn.kv_cache import KvCache, LayerCache
 from bytetx.nn.layers import LayerWeights
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.decode_step import StepLayer, StepWeights, decode_step, make_workspace
-from bytetx.ops.gated import BLOCK, GatedWeight
-from bytetx.ops.linear import LinearWeight
+from bytetx.ops.gated import BLOCK
+from bytetx.ops.weight import Weight
 from bytetx.packed import PackedBatch
 
 
@@ -101,8 +99,9 @@ def step_weights(transformer: Transformer, cache: KvCache) -> StepWeights | None
 
 
 def _step_layer(w: LayerWeights, pages: LayerCache) -> StepLayer | None:
-    qkv, attn_out, ffn_out = _plain(w.qkv), _plain(w.attn_out), _plain(w.ffn_out)
-    ffn_in = _plain(w.ffn_in.fused) if _is_gate(w.ffn_in) else None
+    qkv, attn_out, ffn_in, ffn_out = map(_plain, (w.qkv, w.attn_out, w.ffn_in, w.ffn_out))
+    if w.ffn_in is None or w.ffn_in.block != BLOCK:
+        return None
     if qkv is None or attn_out is None or ffn_in is None or ffn_out is None:
         return None
     if w.attn_norm is None or w.ffn_norm is None or w.attn_out_norm or w.ffn_out_norm:
@@ -121,14 +120,8 @@ def _step_layer(w: LayerWeights, pages: LayerCache) -> StepLayer | None:
     )
 
 
-def _is_gate(w: object) -> TypeGuard[GatedWeight]:
-    return isinstance(w, GatedWeight) and w.block == BLOCK
-
-
-def _plain(w: object) -> Tensor | None:
+def _plain(w: Weight | None) -> Tensor | None:
     """A weight alone: the kernel adds no bias and takes no other layout."""
-    if not isinstance(w, LinearWeight) or w.bias is not None:
+    if w is None or w.dense.bias is not None or w.dense.is_prepacked or w.dense.int8 is not None:
         return None
-    if w.is_prepacked or w.int8 is not None:
-        return None
-    return w.weight
+    return w.dense.weight

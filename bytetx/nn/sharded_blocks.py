@@ -8,12 +8,9 @@ from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.blocks import (
-    ColumnWeight,
     LayerGather,
     LocalBlocks,
-    OutWeight,
     Rows,
-    RowWeight,
 )
 from bytetx.nn.layers import LayerWeights
 from bytetx.ops.comm_gemm import (
@@ -23,9 +20,8 @@ from bytetx.ops.comm_gemm import (
     gemm_reduce_scatter,
 )
 from bytetx.ops.embedding import embed
-from bytetx.ops.gated import GatedWeight
-from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import ModelShard, feature_offsets, has_even_shards
 from bytetx.parallel.tp import TpGroup
 
@@ -74,13 +70,10 @@ def _has_kernels(layer: LayerWeights) -> bool:
     """Empty shards have none."""
     for w in (layer.qkv, layer.ffn_in):
         # A layer with experts has no ffn_in; collectives take its sums.
-        if w is None:
-            continue
-        assert isinstance(w, LinearWeight | GatedWeight)
-        if not w.has_kernel or w.n == 0:
+        if w is not None and (not w.has_kernel or w.n == 0):
             return False
-    outs = [_local_linear(w) for w in (layer.attn_out, layer.ffn_out) if w is not None]
-    return all(w.has_kernel and w.k > 0 for w in outs)
+    outs = (layer.attn_out, layer.ffn_out)
+    return all(w.has_kernel and w.k > 0 for w in outs if w is not None)
 
 
 class ShardedRows:
@@ -149,59 +142,56 @@ class ShardedRows:
         partial = embed(local_ids.int(), None, None, word=word)
         return self.sum_ranks(partial).to(word.dtype)
 
-    def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
-        assert isinstance(w, LinearWeight | GatedWeight)
+    def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
         if self._offsets is None:
             return column_gemm(x, w, peers=self._peers, activation=activation)
         return all_gather_gemm(
             x, w, peers=self._peers, row_offsets=self._offsets, activation=activation
         )
 
-    def row_parallel_partial(self, x: Tensor, w: OutWeight) -> Tensor:
+    def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor:
         """Without the bias, which the loader added to that of the other half."""
-        assert isinstance(w, RowWeight) and w.bias is None
-        return linear(x, w.linear)
+        return w.matmul(x)
 
     def row_parallel(
         self,
         x: Tensor,
-        w: OutWeight,
+        w: Weight,
         *,
         residual: Tensor,
         norm: RowNorm,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert isinstance(w, RowWeight)
         if self._offsets is None:
             return gemm_all_reduce(
                 x,
-                w.linear,
+                w.dense,
                 peers=self._peers,
                 residual=residual,
-                bias=w.bias,
+                bias=w.dense.sum_bias,
                 partial=partial,
                 norm=norm,
             )
         return gemm_reduce_scatter(
             x,
-            w.linear,
+            w.dense,
             peers=self._peers,
             row_offsets=self._offsets,
             residual=residual,
-            bias=w.bias,
+            bias=w.dense.sum_bias,
             partial=partial,
             norm=norm,
         )
 
     def row_parallel_post_norm(
-        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: RowNorm
+        self, x: Tensor, w: Weight, *, residual: Tensor, norm: RowNorm
     ) -> Tensor:
         return self.row_parallel(x, w, residual=residual, norm=norm)[0]
 
     def row_parallel_output_norm(
         self,
         x: Tensor,
-        w: OutWeight,
+        w: Weight,
         *,
         residual: Tensor,
         output_norm: RowNorm,
@@ -240,8 +230,3 @@ class ShardedRows:
             for x, scale, norm in zip((q, k), scales, (q_norm, k_norm), strict=True)
         )
         return new_q, new_k
-
-
-def _local_linear(w: OutWeight) -> LinearWeight:
-    assert isinstance(w, RowWeight)
-    return w.linear

@@ -10,9 +10,8 @@ from bytetx.checkpoint.task_adapters import Added, TaskAdapters
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.blocks import LocalBlocks
-from bytetx.nn.fp8 import Fp8Blocks
 from bytetx.nn.layer_weights import load_layers
-from bytetx.nn.quantization import FP8, Quantization
+from bytetx.nn.quantization import Quantization
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.transformer import Transformer, WordAdapter
 from bytetx.ops.linear import prepare_linear
@@ -82,7 +81,7 @@ class TaskTransformers:
             device=device,
             prepack=device.type == "cpu" and self._quantization is None,
         )
-        blocks = Fp8Blocks(spec) if self._quantization == FP8 else LocalBlocks(spec)
+        blocks = LocalBlocks(spec)
         token_type = base.embeddings.token_type
         try:
             if token_type is not None:

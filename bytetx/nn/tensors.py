@@ -1,6 +1,7 @@
 """Named tensors of a checkpoint -> weights in the model's dtype, on its device, checked."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -8,7 +9,6 @@ import torch
 from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.weights import Part, Weights, take_part
 from bytetx.errors import CheckpointError
-from bytetx.nn.blocks import OutWeight, RowWeight
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.row_norm import NORMS, RowNorm
@@ -113,10 +113,10 @@ class TensorLoader:
 
     def out_linear_from(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_sharded: bool
-    ) -> OutWeight:
+    ) -> LinearWeight:
         """is_sharded: weight holds some of the inputs; the sum over ranks gets the bias."""
         if is_sharded:
-            return RowWeight(self.linear_from(weight, None), bias)
+            return replace(self.linear_from(weight, None), sum_bias=bias)
         return self.linear_from(weight, bias)
 
     def fused_linear(self, parts: list[tuple[torch.Tensor, torch.Tensor | None]]) -> LinearWeight:

@@ -13,12 +13,11 @@ from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
 from bytetx.nn.alibi import alibi_bias, model_slopes
 from bytetx.nn.blocks import Blocks, InterruptedRows, LocalBlocks, Rows
-from bytetx.nn.fp8 import Fp8Blocks
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layer_weights import load_layers
 from bytetx.nn.layer_weights import tensor_names as layer_tensor_names
 from bytetx.nn.layers import Layers, OnKv, OnLayer
-from bytetx.nn.quantization import FP8, Quantization
+from bytetx.nn.quantization import Quantization
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
@@ -121,7 +120,7 @@ class Transformer:
                 f"holds {spec.extra_layer!r}"
             )
         if blocks is None:
-            blocks = Fp8Blocks(spec) if quantization == FP8 else LocalBlocks(spec)
+            blocks = LocalBlocks(spec)
         embeddings = _embedding_weights(spec, load, blocks.shard)
         project_out = _project_out(spec, load)
         bias = _relative_bias(spec, load, blocks.shard)

@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bytetx.nn.blocks import ColumnWeight, OutWeight, RowWeight
 from bytetx.nn.layers import LayerWeights
-from bytetx.ops.gated import GatedWeight
-from bytetx.ops.linear import LinearWeight
+from bytetx.ops.weight import Weight
 from bytetx.parallel.grid import gathered_numbers
 from bytetx.parallel.tp import GroupCollectives, Work
 from bytetx.runtime.on_stream import OnStream
@@ -71,7 +69,7 @@ class WeightGather:
 
         num_layers: that will be kept in all.
         """
-        weights = [_linear(getattr(layer, name)).weight for name in _LINEARS]
+        weights = [getattr(layer, name).dense.weight for name in _LINEARS]
         count = sum(weight.numel() for weight in weights)
         padded = gathered_numbers(count, self._group.size)
         flat = weights[0].new_zeros(padded)
@@ -204,22 +202,9 @@ class ShardCopies:
         torch.cuda.current_stream().wait_stream(self._side)
 
 
-def _linear(w: ColumnWeight | OutWeight | None) -> LinearWeight:
-    if isinstance(w, GatedWeight):
-        return w.fused
-    if isinstance(w, RowWeight):
-        return w.linear
-    assert isinstance(w, LinearWeight) and not w.is_prepacked  # dense layers, loaded so
-    return w
-
-
 def _with_weights(layer: LayerWeights, weights: list[Tensor]) -> LayerWeights:
-    def replaced(name: str, weight: Tensor) -> object:
-        w = getattr(layer, name)
-        linear = replace(_linear(w), weight=weight)
-        if isinstance(w, GatedWeight):
-            return replace(w, fused=linear)
-        return replace(w, linear=linear) if isinstance(w, RowWeight) else linear
-
-    found = {name: replaced(name, w) for name, w in zip(_LINEARS, weights, strict=True)}
+    found: dict[str, Weight] = {}
+    for name, weight in zip(_LINEARS, weights, strict=True):
+        w: Weight = getattr(layer, name)
+        found[name] = w.with_dense(replace(w.dense, weight=weight))
     return replace(layer, **found)  # type: ignore[arg-type]  # of the same types

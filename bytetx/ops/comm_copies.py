@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bytetx.ops import comm_kernels, native, reference
+from bytetx.ops import comm_kernels, native
 from bytetx.ops.comm_epilogue import SumEpilogue
-from bytetx.ops.gated import GatedWeight, gate
 from bytetx.ops.linear import LinearWeight
+from bytetx.ops.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ class CopyMemory:
 
 def all_gather_gemm(
     x: Tensor,
-    w: LinearWeight | GatedWeight,
+    w: Weight,
     *,
     copies: CopyMemory,
     row_offsets: Sequence[int],
     activation: str,
 ) -> Tensor:
     """As comm_gemm.all_gather_gemm, on checked arguments that fit."""
-    plain = w.fused if isinstance(w, GatedWeight) else w
+    plain = w.dense
     own, end = row_offsets[copies.rank], row_offsets[copies.rank + 1]
     copies.barrier()
     for step in range(1, copies.size):
@@ -91,7 +91,7 @@ def all_gather_gemm(
     rows = copies.rows(0, row_offsets[-1], x)
     d = x.new_empty((len(rows), plain.n))
     # cuBLAS fuses this activation into its GEMM.
-    is_fused = activation == "gelu_tanh" and plain.bias is not None and plain is w and x.is_cuda
+    is_fused = activation == "gelu_tanh" and plain.bias is not None and not w.block and x.is_cuda
     multiply = _multiply_gelu if is_fused else _multiply
     multiply(x, plain, d[own:end])
     # The copies arrive in this order.
@@ -101,9 +101,7 @@ def all_gather_gemm(
         copies.wait([source])
         multiply(rows[first:last], plain, d[first:last])
     copies.end()
-    if isinstance(w, GatedWeight):
-        return gate(d, w, activation=activation)
-    return d if is_fused else reference.activate(d, activation)
+    return d if is_fused else w.activated(d, activation)
 
 
 def gemm_reduce_scatter(

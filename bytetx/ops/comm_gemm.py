@@ -19,9 +19,9 @@ from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.comm_epilogue import SumEpilogue
 from bytetx.ops.comm_plan import CommPlan, Layer, Op, plan_comm
 from bytetx.ops.comm_workspace import Workspace
-from bytetx.ops.gated import GatedWeight, gate, gated_linear
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.weight import Weight
 
 __all__ = [
     "Collectives",
@@ -66,7 +66,7 @@ class Peers:
 
 def all_gather_gemm(
     x: Tensor,
-    w: LinearWeight | GatedWeight,
+    w: Weight,
     *,
     peers: Peers,
     row_offsets: Sequence[int],
@@ -84,7 +84,7 @@ def all_gather_gemm(
     """
     _check_offsets(row_offsets, peers)
     own = row_offsets[peers.rank + 1] - row_offsets[peers.rank]
-    plain = w.fused if isinstance(w, GatedWeight) else w
+    plain = w.dense
     _check_rows("x", x, (own, plain.k), plain)
     plan = plan or _plan(peers, "all_gather_gemm", w, row_offsets[-1])
     workspace = _kernel_workspace(peers)
@@ -97,7 +97,7 @@ def all_gather_gemm(
             memory=workspace.memory,
             row_offsets=row_offsets,
             activation=activation,
-            is_gated=isinstance(w, GatedWeight),
+            is_gated=w.block > 0,
             plan=plan,
         )
     elif plan.transport == "copy_engine" and workspace.copies is not None:
@@ -110,7 +110,7 @@ def all_gather_gemm(
 
 def column_gemm(
     x: Tensor,
-    w: LinearWeight | GatedWeight,
+    w: Weight,
     *,
     peers: Peers,
     activation: str = "none",
@@ -121,7 +121,7 @@ def column_gemm(
     Returns a new [m, n].  Nothing is communicated.  The op has plans because `linear` was not
     measured at the sizes of large models' shards, where cuBLAS is faster for some.
     """
-    plain = w.fused if isinstance(w, GatedWeight) else w
+    plain = w.dense
     _check_rows("x", x, (len(x), plain.k), plain)
     plan = plan or _plan(peers, "column_gemm", w, len(x))
     return _plain_gemm(x, w, activation=activation, plan=plan)
@@ -204,12 +204,11 @@ def gemm_all_reduce(
     return epilogue.after_collective(peers.collectives.all_reduce(product))
 
 
-def _plan(peers: Peers, op: Op, w: LinearWeight | GatedWeight, m: int) -> CommPlan:
+def _plan(peers: Peers, op: Op, w: Weight, m: int) -> CommPlan:
     if _kernel_workspace(peers) is None:
         return CommPlan("linear")
-    is_gated = isinstance(w, GatedWeight)
-    plain = w.fused if isinstance(w, GatedWeight) else w
-    return plan_comm(Layer(op, peers.size, plain.n, plain.k, is_gated, peers.is_even), m)
+    plain = w.dense
+    return plan_comm(Layer(op, peers.size, plain.n, plain.k, w.block > 0, peers.is_even), m)
 
 
 def _sum_workspace(peers: Peers, norm: RowNorm) -> Workspace | None:
@@ -225,10 +224,8 @@ def _kernel_workspace(peers: Peers) -> Workspace | None:
 # Whether the kernels of a plan take a layer: the same on every rank.
 
 
-def _can_gather(
-    plan: CommPlan, w: LinearWeight | GatedWeight, workspace: Workspace, total_tokens: int
-) -> bool:
-    plain = w.fused if isinstance(w, GatedWeight) else w
+def _can_gather(plan: CommPlan, w: Weight, workspace: Workspace, total_tokens: int) -> bool:
+    plain = w.dense
     if plan.transport == "peer_store":
         return w.has_kernel and comm_kernels.fits_gather(
             plain, total_tokens=total_tokens, buffer_bytes=workspace.buffer_bytes
@@ -261,16 +258,13 @@ def _fit_all_reduce(
     return plan if fits else plan.without_kernels
 
 
-def _plain_gemm(
-    x: Tensor, w: LinearWeight | GatedWeight, *, activation: str, plan: CommPlan
-) -> Tensor:
-    if isinstance(w, GatedWeight):
-        if plan.gemm != "cublas":
-            return gated_linear(x, w, activation=activation)
-        return gate(F.linear(x, w.fused.weight, w.fused.bias), w, activation=activation)
+def _plain_gemm(x: Tensor, w: Weight, *, activation: str, plan: CommPlan) -> Tensor:
     if plan.gemm != "cublas":
-        return linear(x, w, activation=activation)
-    return reference.linear(x, w.weight, w.bias, activation=activation, residual=None)
+        return w.matmul(x, activation=activation)
+    dense = w.dense
+    if w.block:
+        return w.activated(F.linear(x, dense.weight, dense.bias), activation)
+    return reference.linear(x, dense.weight, dense.bias, activation=activation, residual=None)
 
 
 def _product(

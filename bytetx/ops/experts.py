@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.check import require_contiguous, require_tensor
-from bytetx.ops.gated import GatedWeight, gate, gated_linear
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.ops.reference import activate
+from bytetx.ops.weight import Weight
 
 GroupedMm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -29,7 +28,7 @@ class ExpertsWeight:
     """
 
     router: LinearWeight
-    first: tuple[LinearWeight | GatedWeight, ...]
+    first: tuple[Weight, ...]
     out: tuple[LinearWeight, ...]
     top_k: int
     normalizes: bool
@@ -49,11 +48,14 @@ def stack_experts(
         return w
     if stacks is not None:
         return replace(w, first_stack=stacks[0], out_stack=stacks[1])
-    first_stack = torch.stack([_linear_of(one).weight for one in w.first])
+    first_stack = torch.stack([one.dense.weight for one in w.first])
     out_stack = torch.stack([one.weight for one in w.out])
     return replace(
         w,
-        first=tuple(_with_weight(one, t) for one, t in zip(w.first, first_stack, strict=True)),
+        first=tuple(
+            one.with_dense(replace(one.dense, weight=t))
+            for one, t in zip(w.first, first_stack, strict=True)
+        ),
         out=tuple(replace(one, weight=t) for one, t in zip(w.out, out_stack, strict=True)),
         first_stack=first_stack,
         out_stack=out_stack,
@@ -115,11 +117,7 @@ def run_grouped(
     """
     assert w.first_stack is not None and w.out_stack is not None  # stack_experts made them
     both = grouped(rows, w.first_stack.transpose(1, 2), ends)
-    first = w.first[0]
-    if isinstance(first, GatedWeight):
-        inner = gate(both, first, activation=activation)
-    else:
-        inner = activate(both, activation)
+    inner = w.first[0].activated(both, activation)
     return grouped(inner, w.out_stack.transpose(1, 2), ends)
 
 
@@ -129,29 +127,13 @@ def _in_turn(rows: Tensor, w: ExpertsWeight, ends: Sequence[int], *, activation:
     for start, end, first, out in zip([0, *ends], ends, w.first, w.out, strict=False):
         if start < end:
             own = slice(start, end)
-            found[own] = linear(_first(rows[own], first, activation=activation), out)
+            found[own] = linear(first.matmul(rows[own], activation=activation), out)
     return found
-
-
-def _first(x: Tensor, w: LinearWeight | GatedWeight, *, activation: str) -> Tensor:
-    if isinstance(w, GatedWeight):
-        return gated_linear(x, w, activation=activation)
-    return linear(x, w, activation=activation)
-
-
-def _linear_of(w: LinearWeight | GatedWeight) -> LinearWeight:
-    return w.fused if isinstance(w, GatedWeight) else w
-
-
-def _with_weight(w: LinearWeight | GatedWeight, weight: Tensor) -> LinearWeight | GatedWeight:
-    if isinstance(w, GatedWeight):
-        return replace(w, fused=replace(w.fused, weight=weight))
-    return replace(w, weight=weight)
 
 
 def _takes_grouped(w: ExpertsWeight) -> bool:
     """Whether torch's grouped product takes these weights: bf16 on a GPU, aligned, no biases."""
-    layers = [*map(_linear_of, w.first), *w.out]
+    layers = [*(one.dense for one in w.first), *w.out]
     return (
         all(one.weight.is_cuda and one.dtype == torch.bfloat16 for one in layers)
         and all(one.bias is None and one.weight.is_contiguous() for one in layers)

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
-from bytetx.ops.linear import ACTIVATIONS
+from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 from bytetx.ops.linear_plan import Tiling
 from bytetx.ops.quantize import quantize_rows
 
@@ -16,6 +17,7 @@ KERNEL_COLUMNS = 32  # n in these steps
 KERNEL_FEATURES = 16  # k
 HALVES = (torch.float16, torch.bfloat16)
 
+_COPY = "_bytetx_e4m3"  # attribute of a tensor
 _SCALE_STEPS = 16  # scales of a weight's row that are tried
 
 _NUM_SMS = 132  # an H200 has as many
@@ -26,12 +28,20 @@ _RATES = {"128x128": 1.0, "64x128": 0.8, "64x64": 0.6}
 
 @dataclass(frozen=True, slots=True)
 class Fp8LinearWeight:
-    """A layer's weight in E4M3: about rows * scale[:, None]."""
+    """A layer's weight in E4M3: about rows * scale[:, None].
+
+    out_scale: where it is given the results are E4M3 of act(...) / out_scale.
+    Other members: as of bytetx.ops.weight.Weight.
+    """
+
+    has_kernel: ClassVar[bool] = False
+    block: ClassVar[int] = 0
 
     rows: Tensor  # float8_e4m3fn [n, k]
     scale: Tensor  # f32 [n]
     bias: Tensor | None  # f32 [n]
     dtype: torch.dtype  # the results' dtype: f16 or bf16
+    out_scale: float | None = None
 
     @property
     def n(self) -> int:
@@ -40,6 +50,48 @@ class Fp8LinearWeight:
     @property
     def k(self) -> int:
         return self.rows.shape[1]
+
+    @property
+    def dense(self) -> LinearWeight:
+        raise TypeError("an FP8 weight holds no matrix in 16 bits; load the model with float16")
+
+    def with_dense(self, dense: LinearWeight) -> LinearWeight:
+        return dense
+
+    def matmul(
+        self, x: Tensor, *, activation: str = "none", residual: Tensor | None = None
+    ) -> Tensor:
+        """x: in f16 or bf16, or the E4M3 rows of a weight with out_scale."""
+        rows, scale = (x, None) if x.dtype == torch.float8_e4m3fn else e4m3_copy(x)
+        d = fp8_linear(rows, scale, self, activation=activation, out_scale=self.out_scale)
+        return d if residual is None else d.add_(residual)
+
+    def activated(self, product: Tensor, activation: str) -> Tensor:
+        return reference.activate(product, activation)
+
+
+def e4m3_copy(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, scale) of x, quantized once: several layers read the same rows.
+
+    The copy is kept on the tensor itself, where a norm that makes both leaves it (keep_e4m3_copy).
+    """
+    copy: tuple[Tensor, Tensor] | None = getattr(x, _COPY, None)
+    if copy is None:
+        copy = quantize_rows(x)
+        setattr(x, _COPY, copy)
+    return copy
+
+
+def move_e4m3_copy(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The copy of x, whose memory another one will take; x has none afterwards."""
+    copy = e4m3_copy(x)
+    delattr(x, _COPY)
+    return copy
+
+
+def keep_e4m3_copy(x: Tensor, copy: tuple[Tensor, Tensor]) -> None:
+    """x: whose quantized rows and scales `copy` holds."""
+    setattr(x, _COPY, copy)
 
 
 def prepare_fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Fp8LinearWeight:

@@ -1,6 +1,6 @@
 """Gated linear layers (GEGLU, SwiGLU): act(x @ gate.T) * (x @ up.T) in one product."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,6 +36,26 @@ class GatedWeight:
     def has_kernel(self) -> bool:
         """Whether the Hopper kernels take it; x must be aligned as well."""
         return self.fused.has_kernel and self.block == BLOCK
+
+    @property
+    def k(self) -> int:
+        return self.fused.k
+
+    @property
+    def dense(self) -> LinearWeight:
+        return self.fused
+
+    def with_dense(self, dense: LinearWeight) -> "GatedWeight":
+        return replace(self, fused=dense)
+
+    def matmul(
+        self, x: Tensor, *, activation: str = "none", residual: Tensor | None = None
+    ) -> Tensor:
+        d = gated_linear(x, self, activation=activation)
+        return d if residual is None else d.add_(residual)
+
+    def activated(self, product: Tensor, activation: str) -> Tensor:
+        return gate(product, self, activation=activation)
 
 
 def prepare_gated(

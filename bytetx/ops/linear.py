@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -56,7 +57,11 @@ class LinearWeight:
     has_kernel: whether the Hopper kernel takes it; x and residual must be aligned as well.
     int8: the weight in 8 bits, whose panels `weight` is then; dtype stays that of x.
     batch_invariant: a row's bits do not depend on the other rows, nor on how many there are.
+    sum_bias: of a rank's share of the inputs, the bias [n] that the sum over ranks gets.
+    Other members: as of bytetx.ops.weight.Weight.
     """
+
+    block: ClassVar[int] = 0
 
     weight: Tensor
     bias: Tensor | None
@@ -67,6 +72,22 @@ class LinearWeight:
     has_kernel: bool
     int8: Int8Weight | None = None
     batch_invariant: bool = False
+    sum_bias: Tensor | None = None
+
+    @property
+    def dense(self) -> "LinearWeight":
+        return self
+
+    def with_dense(self, dense: "LinearWeight") -> "LinearWeight":
+        return dense
+
+    def matmul(
+        self, x: Tensor, *, activation: str = "none", residual: Tensor | None = None
+    ) -> Tensor:
+        return linear(x, self, activation=activation, residual=residual)
+
+    def activated(self, product: Tensor, activation: str) -> Tensor:
+        return reference.activate(product, activation)
 
 
 def prepare_linear(

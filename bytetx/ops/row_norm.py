@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import reference
-from bytetx.ops.linear import LinearWeight, fuses_residual, linear
+from bytetx.ops.linear import fuses_residual
 from bytetx.ops.linear_norm import linear_norm
 from bytetx.ops.norm import layer_norm, rms_norm
+from bytetx.ops.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,10 @@ class RowNorm(ABC):
         digits.
         """
 
-    def after_linear(self, x: Tensor, w: LinearWeight, *, residual: Tensor) -> Tensor:
+    def after_linear(self, x: Tensor, w: Weight, *, residual: Tensor) -> Tensor:
         """The norm of x @ w.T + bias + residual, a new tensor."""
-        adds = w.has_kernel and fuses_residual(x.shape[0], w)
-        d = linear(x, w, residual=residual if adds else None)
+        adds = w.has_kernel and fuses_residual(x.shape[0], w.dense)
+        d = w.matmul(x, residual=residual if adds else None)
         return self(d, residual=None if adds else residual, out=d)
 
 
@@ -89,13 +90,13 @@ class LayerNorm(RowNorm):
         normed = (wide - mean.float()[:, None]) * scale.float()[:, None] * self.weight
         return (normed if self.bias is None else normed + self.bias).to(x.dtype)
 
-    def after_linear(self, x: Tensor, w: LinearWeight, *, residual: Tensor) -> Tensor:
+    def after_linear(self, x: Tensor, w: Weight, *, residual: Tensor) -> Tensor:
         if not w.has_kernel:
-            d = linear(x, w)
+            d = w.matmul(x)
             return self(d, residual=residual, out=d)
         return linear_norm(
             x,
-            w,
+            w.dense,
             residual=residual,
             norm_weight=self.weight,
             norm_bias=self.bias,
