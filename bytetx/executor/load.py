@@ -19,7 +19,7 @@ from bytetx.nn.loading import (
     resolve_dtype,
     saved_dtype,
 )
-from bytetx.nn.quantization import QUANTIZATIONS
+from bytetx.nn.quantization import WEIGHT_FORMATS
 from bytetx.parallel.grid import Grid, parse_grid
 from bytetx.parallel.planner.plan import plan
 from bytetx.parallel.planner.shapes import shape_of
@@ -70,7 +70,7 @@ def load_ranks(
 
     if isinstance(tp, int):
         check_positive("tp", tp)
-    if dtype in QUANTIZATIONS:
+    if isinstance(dtype, str) and dtype in WEIGHT_FORMATS:
         raise OptionError(f"dtype {dtype} runs in one process; leave out tp, or use dtype float16")
 
     def budget_of(spec: ModelSpec, device: torch.device) -> int:

@@ -9,13 +9,16 @@ the weights alone (inner_bound). E4M3 is a floating-point format: a scale that i
 large costs three of the 15 binary orders of magnitude that it spans, and no digit.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.errors import OptionError
 from bytetx.nn.layers import LayerWeights
+from bytetx.ops import native
 from bytetx.ops.fp8_linear import (
     Fp8LinearWeight,
     keep_e4m3_copy,
@@ -38,6 +41,25 @@ def takes_fp8(spec: ModelSpec) -> bool:
     is_gated = spec.is_gated
     is_plain = layers.convolution is None and spec.experts is None and not is_gated
     return layers.norm_placement == "post" and layers.norm == "layer_norm" and is_plain
+
+
+def check(spec: ModelSpec, device: torch.device) -> None:
+    """Raises OptionError where the model cannot run so on the device."""
+    if spec.is_causal:
+        raise OptionError(
+            f"dtype fp8 is for encoders, and {spec.family} is a causal model; use bfloat16"
+        )
+    if not takes_fp8(spec):
+        raise OptionError(f"dtype fp8 is not for layers as those of {spec.family}; use bfloat16")
+    reason = native.why_no_kernel("fp8_linear", device)
+    if reason is not None:
+        raise OptionError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")
+
+
+def quantize(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
+    """The layers of a model that check lets pass."""
+    last = len(layers) - 1
+    return [quantize_layer(layer, is_last=i == last) for i, layer in enumerate(layers)]
 
 
 class Fp8Norm(LayerNorm):

@@ -4,12 +4,15 @@ All linear layers of a layer: rows are rounded one by one as a GEMM reads them, 
 calibrated and a text's result depends on no other text. Heads and embeddings stay as they are.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.errors import OptionError
 from bytetx.nn.layers import LayerWeights
+from bytetx.ops.int8_linear import why_no_int8_linear
 from bytetx.ops.linear import has_cpu_bf16, quantize_linear
 
 
@@ -22,12 +25,32 @@ def takes_int8(spec: ModelSpec) -> bool:
     return not spec.is_causal and spec.experts is None
 
 
-def int8_activation_dtype() -> torch.dtype:
+def check(spec: ModelSpec, device: torch.device) -> None:
+    """Raises OptionError where the model cannot run so on the device."""
+    if device.type != "cpu":
+        raise OptionError(f"dtype int8 runs on CPUs, not on {device}; use float16 or fp8")
+    if spec.is_causal:
+        raise OptionError(
+            f"dtype int8 is for encoders, and {spec.family} is a causal model; use bfloat16"
+        )
+    if not takes_int8(spec):
+        raise OptionError(f"dtype int8 is not for the experts of {spec.family}; use bfloat16")
+    reason = why_no_int8_linear()
+    if reason is not None:
+        raise OptionError(f"dtype int8 cannot run on this machine: {reason}; use float32")
+
+
+def activation_dtype() -> torch.dtype:
     """The dtype of everything outside of GEMMs: bfloat16 where the CPU computes with it."""
     return torch.bfloat16 if has_cpu_bf16() else torch.float32
 
 
-def quantize_layer(w: LayerWeights) -> LayerWeights:
+def quantize(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
+    """The layers of a model that check lets pass."""
+    return [_quantize_layer(layer) for layer in layers]
+
+
+def _quantize_layer(w: LayerWeights) -> LayerWeights:
     """A layer that multiplies 8-bit integers; plain weights come in, f32 or bf16."""
     linears = (w.qkv, w.attn_out, w.ffn_in, w.ffn_out)
     qkv, attn_out, ffn_in, ffn_out = (

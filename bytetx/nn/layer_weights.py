@@ -17,7 +17,7 @@ from bytetx.nn.alibi import model_slopes
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import load_convolution
 from bytetx.nn.layers import Layers, LayerWeights
-from bytetx.nn.quantization import Quantization, quantize_layers
+from bytetx.nn.quantization import WEIGHT_FORMATS
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader
@@ -39,7 +39,7 @@ def load_layers(
     *,
     blocks: Blocks,
     relative_bias: torch.Tensor | None = None,
-    quantization: Quantization | None = None,
+    quantization: str | None = None,
 ) -> Layers:
     """The layers from named tensors, which tensor_names lists; raises as TensorLoader does.
 
@@ -52,7 +52,7 @@ def load_layers(
         final_norm = reader.norm(layer_spec.final["norm"], spec.hidden_size)
     weights = reader.layers()
     if quantization is not None:
-        weights = quantize_layers(weights, quantization)
+        weights = WEIGHT_FORMATS[quantization].quantize(weights)
     # Made last: by now the tensors have shown that the sizes are true.
     rotations = {layer_spec.rotary_of(i) for i in indices} - {None}
     tables = {

@@ -41,8 +41,7 @@ from bytetx.nn.heads import (
     load_sequence_classification,
     load_token_classification,
 )
-from bytetx.nn.int8 import int8_activation_dtype
-from bytetx.nn.quantization import FP8, INT8, Quantization, wanted_quantization
+from bytetx.nn.quantization import WEIGHT_FORMATS, wanted_quantization
 from bytetx.nn.sentence_modules import (
     ACTIVATIONS,
     Dense,
@@ -110,7 +109,7 @@ class LoadedCheckpoint:
     unused_tensors: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
-    quantization: Quantization | None = None
+    quantization: str | None = None
     num_parameters: int = 0
     token_weight: LinearWeight | None = None
     token_modules: tuple[Module, ...] = ()
@@ -473,7 +472,7 @@ def _load_model(
     device: torch.device,
     blocks: Blocks | None,
     may_lack_head: bool,
-    quantization: Quantization | None = None,
+    quantization: str | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Transformer, Heads]:
     """may_lack_head: the head that `architectures` names may be absent."""
@@ -556,9 +555,10 @@ def resolve_dtype(
     The same holds for everything but the GEMMs with "fp8", and with "int8" it is bfloat16 where the
     CPU computes with it.
     """
-    if dtype == INT8:
-        return int8_activation_dtype()
-    if dtype in ("auto", FP8):
+    weight_format = WEIGHT_FORMATS.get(dtype) if isinstance(dtype, str) else None
+    if weight_format is not None and weight_format.dtype is not None:
+        return weight_format.dtype()
+    if dtype == "auto" or weight_format is not None:
         if device.type == "cpu":
             return torch.float32
         return saved if saved in (torch.float16, torch.bfloat16) else torch.float16
@@ -566,8 +566,8 @@ def resolve_dtype(
     if isinstance(dtype, str):
         resolved = DTYPES.get(DTYPE_ALIASES.get(dtype, dtype), dtype)
     if not isinstance(resolved, torch.dtype) or resolved not in DTYPES.values():
-        known = ", ".join([*DTYPES, *DTYPE_ALIASES, FP8])
-        raise OptionError(f"dtype must be auto, {known} or {INT8}, got {shown(dtype)}")
+        *known, last = (*DTYPES, *DTYPE_ALIASES, *WEIGHT_FORMATS)
+        raise OptionError(f"dtype must be auto, {', '.join(known)} or {last}, got {shown(dtype)}")
     return resolved
 
 

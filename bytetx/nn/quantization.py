@@ -1,71 +1,43 @@
 """dtypes that name what GEMMs multiply, not what hidden states are: which model, which weights."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.errors import OptionError
 from bytetx.nn import fp8, int8
 from bytetx.nn.layers import LayerWeights
-from bytetx.ops import native
-from bytetx.ops.int8_linear import why_no_int8_linear
 
-Quantization = Literal["fp8", "int8"]
 
-FP8: Quantization = "fp8"  # E4M3 rows on Hopper GPUs; the rest in the half type of "auto" on CUDA
-INT8: Quantization = "int8"  # 8-bit integers on CPUs; the rest in bfloat16
-QUANTIZATIONS = (FP8, INT8)
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """What layers multiply where a dtype names it.
+
+    check: raises OptionError where a model's layers cannot run so on a device.
+    quantize: the layers from plain ones.  dtype: of everything else; None: as of "auto".
+    """
+
+    check: Callable[[ModelSpec, torch.device], None]
+    quantize: Callable[[Sequence[LayerWeights]], list[LayerWeights]]
+    dtype: Callable[[], torch.dtype] | None = None
+
+
+FP8, INT8 = "fp8", "int8"
+WEIGHT_FORMATS = {
+    FP8: WeightFormat(fp8.check, fp8.quantize),
+    INT8: WeightFormat(int8.check, int8.quantize, int8.activation_dtype),
+}
 
 
 def wanted_quantization(
     dtype: str | torch.dtype, spec: ModelSpec, device: torch.device
-) -> Quantization | None:
-    """Which one dtype names; None for a plain dtype.
+) -> str | None:
+    """The key of WEIGHT_FORMATS that dtype is; None for a plain dtype.
 
     Raises OptionError where this model cannot run so on this device.
     """
-    if dtype == FP8:
-        _check_fp8(spec, device)
-        return FP8
-    if dtype == INT8:
-        _check_int8(spec, device)
-        return INT8
-    return None
-
-
-def quantize_layers(
-    layers: Sequence[LayerWeights], quantization: Quantization
-) -> list[LayerWeights]:
-    """The layers of an encoder that may run so, from plain ones."""
-    if quantization == INT8:
-        return [int8.quantize_layer(layer) for layer in layers]
-    last = len(layers) - 1
-    return [fp8.quantize_layer(layer, is_last=i == last) for i, layer in enumerate(layers)]
-
-
-def _check_fp8(spec: ModelSpec, device: torch.device) -> None:
-    if spec.is_causal:
-        raise OptionError(
-            f"dtype fp8 is for encoders, and {spec.family} is a causal model; use bfloat16"
-        )
-    if not fp8.takes_fp8(spec):
-        raise OptionError(f"dtype fp8 is not for layers as those of {spec.family}; use bfloat16")
-    reason = native.why_no_kernel("fp8_linear", device)
-    if reason is not None:
-        raise OptionError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")
-
-
-def _check_int8(spec: ModelSpec, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise OptionError(f"dtype int8 runs on CPUs, not on {device}; use float16 or fp8")
-    if spec.is_causal:
-        raise OptionError(
-            f"dtype int8 is for encoders, and {spec.family} is a causal model; use bfloat16"
-        )
-    if not int8.takes_int8(spec):
-        raise OptionError(f"dtype int8 is not for the experts of {spec.family}; use bfloat16")
-    reason = why_no_int8_linear()
-    if reason is not None:
-        raise OptionError(f"dtype int8 cannot run on this machine: {reason}; use float32")
+    if not isinstance(dtype, str) or dtype not in WEIGHT_FORMATS:
+        return None
+    WEIGHT_FORMATS[dtype].check(spec, device)
+    return dtype

@@ -11,7 +11,6 @@ from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.blocks import LocalBlocks
 from bytetx.nn.layer_weights import load_layers
-from bytetx.nn.quantization import Quantization
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.transformer import Transformer, WordAdapter
 from bytetx.ops.linear import prepare_linear
@@ -33,7 +32,7 @@ class TaskTransformers:
         weights: Weights,
         base: Transformer,
         *,
-        quantization: Quantization | None = None,
+        quantization: str | None = None,
     ):
         """weights: of the base model, in its dtype; their files must stay as they are."""
         self._adapters, self._weights, self._base = adapters, weights, base

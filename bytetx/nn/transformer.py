@@ -17,7 +17,6 @@ from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layer_weights import load_layers
 from bytetx.nn.layer_weights import tensor_names as layer_tensor_names
 from bytetx.nn.layers import Layers, OnKv, OnLayer
-from bytetx.nn.quantization import Quantization
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
@@ -91,7 +90,7 @@ class Transformer:
         prepack: bool,
         blocks: Blocks | None = None,
         shares: bool = False,
-        quantization: Quantization | None = None,
+        quantization: str | None = None,
         batch_invariant: bool = False,
     ) -> "Transformer":
         """Builds the model from named tensors (names as in spec.embeddings and spec.layer).
