@@ -36,7 +36,7 @@ from bytetx.executor.messages import (
 )
 from bytetx.executor.torchrun import TorchrunLeader
 from bytetx.nn.executor import Executor
-from bytetx.nn.grid_blocks import check_grid, grid_blocks, grid_transformer
+from bytetx.nn.grid_blocks import check_grid, grid_blocks, grid_placement
 from bytetx.nn.heads import LmHead, MaskedLMHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layers import OnKv, OnLayer
@@ -48,7 +48,7 @@ from bytetx.nn.loading import (
     resolve_dtype,
     saved_dtype,
 )
-from bytetx.nn.transformer import Transformer
+from bytetx.nn.transformer import Placement
 from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.ops.linear import DTYPE_NAMES
 from bytetx.packed import PackedBatch
@@ -135,7 +135,7 @@ def load_on_ranks(
         on_tensor=workers.check,
     )
     workers.wait_for_replies()
-    local = grid_transformer(checkpoint.transformer, group)
+    whole = grid_placement(checkpoint.transformer, group)
     executor, heads = GroupExecutor(group, workers, spec), checkpoint.heads
     if blocks.shard is not None:  # the vocabulary is divided over y; else rank 0 has all of it
         heads = replace(
@@ -143,8 +143,8 @@ def load_on_ranks(
             masked_lm=_group_masked_lm(heads.masked_lm, executor),
             lm=_group_lm(heads.lm, executor),
         )
-    executor.release = local.release
-    transformer = _GroupTransformer(local, executor)
+    executor.release = whole.release
+    transformer = checkpoint.transformer.placed(_GroupPlacement(whole, executor))
     return replace(checkpoint, transformer=transformer, heads=heads, executor=executor)
 
 
@@ -356,26 +356,18 @@ def _forget(cache_ids: dict[int, int], owner_id: int, dropped: deque[int]) -> No
     dropped.append(cache_ids.pop(owner_id))
 
 
-class _GroupTransformer(Transformer):
-    """Rank 0's shard; its forward pass is that of every rank."""
+class _GroupPlacement(Placement):
+    """Runs rank 0's part of a pass, and tells the other ranks to run theirs."""
 
     is_shared = True
+    is_capturable = False  # passes send a message each time; each rank may replay its own layers
 
-    def __init__(self, local: Transformer, executor: GroupExecutor):
-        vars(self).update(vars(local))
-        self._whole, self._executor = local, executor
+    def __init__(self, whole: Placement, executor: GroupExecutor):
+        """whole: runs this rank's part of whole batches."""
+        self.whole, self._executor = whole, executor
+        # Workers run those of y alone as graphs.
+        self.captures_decode_steps = executor.grid.is_y_alone
 
-    @property
-    def is_capturable(self) -> bool:
-        """Passes send a message each time; each rank may replay its own layers."""
-        return False
-
-    @property
-    def captures_decode_steps(self) -> bool:
-        """Workers run those of y alone as graphs."""
-        return self._executor.grid.is_y_alone and self.layers.is_capturable
-
-    @torch.inference_mode()
     def forward(
         self,
         batch: PackedBatch,
@@ -389,14 +381,14 @@ class _GroupTransformer(Transformer):
             raise ValueError("on_kv must be None: each rank has the keys and values of its heads")
         executor = self._executor
         if executor.is_decoding:
-            return self._whole.forward(batch, cache=cache, on_layer=on_layer)
+            return self.whole.forward(batch, cache=cache, on_layer=on_layer)
         with executor.step():
             cache_id = None if cache is None else executor.cache_id(cache)
             message = forward_message(batch, cache_id=cache_id, wants_layers=on_layer is not None)
             executor.send(message)
             if message.numbers is None:
                 executor.broadcast(flat_batch(batch))
-            return self._whole.forward(batch, cache=cache, on_layer=on_layer)
+            return self.whole.forward(batch, cache=cache, on_layer=on_layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

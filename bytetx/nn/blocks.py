@@ -3,7 +3,6 @@
 bytetx/nn/sharded_blocks.py runs the same calls where the ranks of a group share the layers.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -238,54 +237,3 @@ class LocalBlocks:
         """
         new_q, new_k = (norm(x.flatten(1).contiguous()) for x, norm in ((q, q_norm), (k, k_norm)))
         return new_q.view(q.shape), new_k.view(k.shape)
-
-
-class InterruptedRows(LocalBlocks):
-    """The same rows, with a function that is called before each linear layer.
-
-    A layer has four: a step of 512 tokens of MiniLM stops 24 times.
-    """
-
-    def __init__(self, rows: LocalBlocks, run: Callable[[], None]):
-        self.__dict__.update(rows.__dict__)
-        self._run = run
-
-    def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
-        self._run()
-        return super().column_parallel(x, w, activation=activation)
-
-    def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor:
-        self._run()
-        return super().row_parallel_partial(x, w)
-
-    def row_parallel(
-        self,
-        x: Tensor,
-        w: Weight,
-        *,
-        residual: Tensor,
-        norm: RowNorm,
-        partial: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        self._run()
-        return super().row_parallel(x, w, residual=residual, norm=norm, partial=partial)
-
-    def row_parallel_post_norm(
-        self, x: Tensor, w: Weight, *, residual: Tensor, norm: RowNorm
-    ) -> Tensor:
-        self._run()
-        return super().row_parallel_post_norm(x, w, residual=residual, norm=norm)
-
-    def row_parallel_output_norm(
-        self,
-        x: Tensor,
-        w: Weight,
-        *,
-        residual: Tensor,
-        output_norm: RowNorm,
-        norm: RowNorm | None,
-    ) -> tuple[Tensor, Tensor]:
-        self._run()
-        return super().row_parallel_output_norm(
-            x, w, residual=residual, output_norm=output_norm, norm=norm
-        )

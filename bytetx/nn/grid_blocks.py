@@ -6,9 +6,9 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import InputError
 from bytetx.nn.blocks import Blocks, LocalBlocks
 from bytetx.nn.feature_blocks import FeatureBlocks
-from bytetx.nn.pass_graphs import GraphedTransformer, PassGraphs, RankTransformer
+from bytetx.nn.pass_graphs import GraphedPlacement, PassGraphs, RankPlacement
 from bytetx.nn.sharded_blocks import ShardedBlocks
-from bytetx.nn.slots import SlottedTransformer
+from bytetx.nn.slots import SlottedPlacement
 from bytetx.nn.transformer import Transformer
 from bytetx.nn.weight_gather import WeightGather
 from bytetx.parallel.grid import Grid
@@ -51,8 +51,13 @@ def grid_blocks(spec: ModelSpec, group: TpGroup) -> Blocks:
     return blocks
 
 
-def grid_transformer(local: Transformer, group: TpGroup) -> RankTransformer:
-    """The transformer that runs whole batches on this rank: with slots, a part of each batch.
+def grid_transformer(local: Transformer, group: TpGroup) -> Transformer:
+    """The transformer that runs whole batches on this rank; called as grid_placement is."""
+    return local.placed(grid_placement(local, group))
+
+
+def grid_placement(local: Transformer, group: TpGroup) -> RankPlacement:
+    """The placement of whole batches on this rank: with slots, it runs a part of each batch.
 
     All ranks call this, once all have loaded.
     """
@@ -66,8 +71,8 @@ def grid_transformer(local: Transformer, group: TpGroup) -> RankTransformer:
         groups = group.all_collectives()
         graphs = PassGraphs(local, collectives=groups, device=group.device)
     if axes is None or axes.slots.size == 1:
-        return GraphedTransformer(local, graphs)
-    return SlottedTransformer(local, axes.slots, graphs)
+        return GraphedPlacement(local, graphs)
+    return SlottedPlacement(local, axes.slots, graphs)
 
 
 def _all_capture(local: Transformer, group: TpGroup) -> bool:

@@ -25,6 +25,7 @@ from bytetx.packed import PackedBatch
 
 OnLayer = Callable[[torch.Tensor], None]
 OnKv = Callable[[torch.Tensor, torch.Tensor], None]
+Pause = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class _Pass:
     plans: dict[int, AttentionPlan | PagedPlan | None]  # by window; paged with a cache
     cache: KvCache | None
     on_kv: OnKv | None
+    pause: Pause | None
 
 
 class Layers:
@@ -121,6 +123,7 @@ class Layers:
         cache: KvCache | None = None,
         on_layer: OnLayer | None = None,
         on_kv: OnKv | None = None,
+        pause: Pause | None = None,
     ) -> torch.Tensor:
         """[local rows, hidden_size] -> [total_tokens, hidden_size], after the last norm.
 
@@ -128,9 +131,10 @@ class Layers:
         while the layers run.  on_layer: called with them and then with each layer's output, the
         last one's after the last norm.  on_kv: without a cache, called with each layer's keys and
         values after rotation, [total_tokens, num_kv_heads, head_dim]; views of all of qkv.
+        pause: called before each linear layer; a layer has four.
         """
         rows = self.blocks.begin(batch.total_tokens) if rows is None else rows
-        step = self._prepare(batch, rows, cache, on_kv)
+        step = self._prepare(batch, rows, cache, on_kv, pause)
         placement = self.layer_spec.norm_placement
         gather = self.blocks.weight_gather
         if gather is not None:
@@ -150,12 +154,12 @@ class Layers:
                 attended = self._attention(h, layer, i, step)
                 if layer.ffn_norm is not None:
                     h = rows.norm(x, layer.ffn_norm)
-                h, x = self._parallel_feed_forward(attended, h, x, i, rows)
+                h, x = self._parallel_feed_forward(attended, h, x, i, step)
                 del attended
             else:
                 # Two calls, so that the activations of the first are freed before the second.
                 h, x = self._attention_half(h, x, i, step)
-                h, x = self._feed_forward(h, x, i, rows)
+                h, x = self._feed_forward(h, x, i, step)
             if embedded is not None:  # DeBERTa's are post-norm
                 h = x = self._convolve(embedded, x, step)
                 embedded = None
@@ -171,7 +175,12 @@ class Layers:
         return x if multiplier == 1.0 else x * multiplier
 
     def _prepare(
-        self, batch: PackedBatch, rows: Rows, cache: KvCache | None, on_kv: OnKv | None
+        self,
+        batch: PackedBatch,
+        rows: Rows,
+        cache: KvCache | None,
+        on_kv: OnKv | None,
+        pause: Pause | None,
     ) -> _Pass:
         if cache is not None and not self.layer_spec.causal:
             raise ValueError("cache must be None: an encoder has no past")
@@ -186,7 +195,7 @@ class Layers:
             windows = set()
         plans = {window: self._plan(batch, window) for window in windows}
         rotations = {spec: tables.of(batch) for spec, tables in self.tables.items()}
-        return _Pass(batch, rows, rotations, plans, cache, on_kv)
+        return _Pass(batch, rows, rotations, plans, cache, on_kv, pause)
 
     def _plan(self, batch: PackedBatch, window: int) -> AttentionPlan | PagedPlan | None:
         if batch.past is None:
@@ -216,23 +225,25 @@ class Layers:
     def _attention_half(
         self, h: torch.Tensor, x: torch.Tensor, i: int, step: _Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer, rows = self.weights[i], step.rows
+        layer = self.weights[i]
         is_post = self.layer_spec.norm_placement == "post"
         norm = layer.attn_norm if is_post else layer.ffn_norm
         attended = self._attention(h, layer, i, step)
         output_norm = layer.attn_out_norm
-        return self._add_and_norm(attended, layer.attn_out, x, norm, rows, output_norm=output_norm)
+        return self._add_and_norm(attended, layer.attn_out, x, norm, step, output_norm=output_norm)
 
     def _feed_forward(
-        self, h: torch.Tensor, x: torch.Tensor, i: int, rows: Rows
+        self, h: torch.Tensor, x: torch.Tensor, i: int, step: _Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.weights[i]
+        layer, rows = self.weights[i], step.rows
         if layer.experts is not None:
             return self._mix_experts(h, x, layer.experts, self._last_norm(i), rows)
         assert layer.ffn_in is not None and layer.ffn_out is not None  # the layer is dense
+        if step.pause is not None:
+            step.pause()
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
         norm, output_norm = self._last_norm(i), layer.ffn_out_norm
-        return self._add_and_norm(inner, layer.ffn_out, x, norm, rows, output_norm=output_norm)
+        return self._add_and_norm(inner, layer.ffn_out, x, norm, step, output_norm=output_norm)
 
     def _convolve(self, embedded: torch.Tensor, x: torch.Tensor, step: _Pass) -> torch.Tensor:
         """The norm of x + a convolution over each sequence's embedded tokens; both local rows."""
@@ -261,15 +272,18 @@ class Layers:
         return (h, h) if self.layer_spec.norm_placement == "post" else (h, x)
 
     def _parallel_feed_forward(
-        self, attended: torch.Tensor, h: torch.Tensor, x: torch.Tensor, i: int, rows: Rows
+        self, attended: torch.Tensor, h: torch.Tensor, x: torch.Tensor, i: int, step: _Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The feed-forward half of a parallel layer, and the sum of both halves."""
-        layer = self.weights[i]
+        layer, rows, pause = self.weights[i], step.rows, step.pause or _no_pause
         assert layer.ffn_in is not None and layer.ffn_out is not None  # parallel layers are dense
+        pause()
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
+        pause()
         partial = rows.row_parallel_partial(attended, layer.attn_out)
         norm = self._last_norm(i)
         assert norm is not None  # parallel layers always have it
+        pause()
         return rows.row_parallel(inner, layer.ffn_out, residual=x, norm=norm, partial=partial)
 
     def _add_and_norm(
@@ -278,7 +292,7 @@ class Layers:
         w: Weight,
         x: torch.Tensor,
         norm: RowNorm | None,
-        rows: Rows,
+        step: _Pass,
         *,
         output_norm: RowNorm | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,6 +300,9 @@ class Layers:
 
         output_norm: of y @ w.T + bias, before x is added.
         """
+        rows = step.rows
+        if step.pause is not None:
+            step.pause()
         if output_norm is not None:
             return rows.row_parallel_output_norm(
                 y, w, residual=x, output_norm=output_norm, norm=norm
@@ -308,6 +325,8 @@ class Layers:
         """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
         batch, blocks = step.batch, self.blocks
         heads = [blocks.num_heads, blocks.num_kv_heads, blocks.num_kv_heads]
+        if step.pause is not None:
+            step.pause()
         qkv = self._separate(step.rows.column_parallel(h, layer.qkv))
         by_head = qkv.unflatten(1, (-1, self.spec.head_dim))
         q, k, v = by_head.split(heads, dim=1)  # views
@@ -431,6 +450,10 @@ class Layers:
     def _head_weight(self, norm: RowNorm | None) -> torch.Tensor | None:
         """The weight of a norm of each head; None where there is none."""
         return None if norm is None or self.layer_spec.norms_projections else norm.weight
+
+
+def _no_pause() -> None:
+    pass
 
 
 def _attend_paged(

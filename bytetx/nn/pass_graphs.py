@@ -14,7 +14,7 @@ import torch
 from bytetx.buckets import bucket_of
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layers import OnKv, OnLayer
-from bytetx.nn.transformer import Transformer
+from bytetx.nn.transformer import Placement, Transformer
 from bytetx.packed import PackedBatch
 from bytetx.parallel.tp import GroupCollectives, Tally
 from bytetx.runtime.batch_layout import BatchLayout, batch_layout
@@ -152,25 +152,23 @@ def _kept(captured: CapturedStep) -> _Kept:
     return captured.keep
 
 
-class RankTransformer(Transformer):
-    """A rank's transformer that takes whole batches, which may lie on the host alone."""
+class RankPlacement(Placement):
+    """Takes whole batches, which may lie on the host alone, and runs this rank's part of them."""
 
     def __init__(self, local: Transformer, graphs: PassGraphs | None):
         """local: this rank's part of the model.  graphs: of its passes, or None."""
-        vars(self).update(vars(local))
-        self._local, self._graphs = local, graphs
+        self.local, self.graphs = local, graphs
 
     def release(self) -> None:
         """Frees the graphs once they have run."""
-        if self._graphs is not None:
-            self._graphs.clear()
+        if self.graphs is not None:
+            self.graphs.clear()
 
 
-class GraphedTransformer(RankTransformer):
+class GraphedPlacement(RankPlacement):
     """Runs its part of every sequence: a pass without a cache is a graph where its batch is known
     on the host."""
 
-    @torch.inference_mode()
     def forward(
         self,
         batch: PackedBatch,
@@ -179,13 +177,13 @@ class GraphedTransformer(RankTransformer):
         on_layer: OnLayer | None = None,
         on_kv: OnKv | None = None,
     ) -> torch.Tensor:
-        host, graphs = batch.host, self._graphs
+        host, graphs = batch.host, self.graphs
         if graphs is not None and host is not None and cache is None and on_layer is None:
             states = graphs.run(host, captures=batch.allows_capture)
             if states is not None:
                 return states[: batch.total_tokens].clone()
-        here = on_device(batch, self.embeddings.word.device)
-        return self._local.forward(here, cache=cache, on_layer=on_layer, on_kv=on_kv)
+        here = on_device(batch, self.local.embeddings.word.device)
+        return self.local.forward(here, cache=cache, on_layer=on_layer, on_kv=on_kv)
 
 
 def on_device(batch: PackedBatch, device: torch.device) -> PackedBatch:

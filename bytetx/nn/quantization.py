@@ -12,7 +12,7 @@ from bytetx.nn.layers import LayerWeights
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """What layers multiply where a dtype names it.
+    """Kind of weights that layers multiply where a dtype names it.
 
     check: raises OptionError where a model's layers cannot run so on a device.
     quantize: the layers from plain ones.  dtype: of everything else; None: as of "auto".

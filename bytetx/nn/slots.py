@@ -9,7 +9,7 @@ import torch
 
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layers import OnKv, OnLayer
-from bytetx.nn.pass_graphs import PassGraphs, RankTransformer, on_device
+from bytetx.nn.pass_graphs import PassGraphs, RankPlacement, on_device
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch
 from bytetx.parallel.grid import assign_sequences
@@ -18,8 +18,8 @@ from bytetx.runtime.rows import rows_of
 from bytetx.runtime.upload import Uploader
 
 
-class SlottedTransformer(RankTransformer):
-    """A transformer that runs its slot's sequences of a batch and gathers those of all slots.
+class SlottedPlacement(RankPlacement):
+    """Runs its slot's sequences of a batch and gathers those of all slots.
 
     Every rank is called with the whole batch and returns the hidden states of all of it. Whole
     sequences go to a slot: balanced by their work, or, of sequences with a cache, by the first page
@@ -27,20 +27,16 @@ class SlottedTransformer(RankTransformer):
     share the first one. The batch may lie on the host alone.
     """
 
+    is_capturable = False  # how many rows a slot has depends on the lengths
+
     def __init__(
         self, local: Transformer, slots: GroupCollectives, graphs: PassGraphs | None = None
     ):
         """graphs: of local's passes; slots replay different ones, as their rows demand."""
         super().__init__(local, graphs)
         self._slots = slots
-        self._upload = Uploader(self.embeddings.word.device).upload
+        self._upload = Uploader(local.embeddings.word.device).upload
 
-    @property
-    def is_capturable(self) -> bool:
-        """How many rows a slot has depends on the lengths."""
-        return False
-
-    @torch.inference_mode()
     def forward(
         self,
         batch: PackedBatch,
@@ -60,21 +56,21 @@ class SlottedTransformer(RankTransformer):
             states = self._replay(batch, own, own_rows)
             if states is not None:
                 return self._gather(states, rows, *self._upload(rows.sources()))
-        here = on_device(batch, self.embeddings.word.device)
+        here = on_device(batch, self.local.embeddings.word.device)
         sources, index = self._upload(rows.sources(), own_rows)
         own_batch = take_sequences(here, own, index)
         on_own = None if on_layer is None else (lambda x: on_layer(self._gather(x, rows, sources)))
-        x = self._local.forward(own_batch, cache=cache, on_layer=on_own)
+        x = self.local.forward(own_batch, cache=cache, on_layer=on_own)
         return self._gather(x, rows, sources)
 
     def _replay(
         self, batch: PackedBatch, own: Sequence[int], own_rows: np.ndarray
     ) -> torch.Tensor | None:
         """Hidden states of this slot's sequences and of fillers behind them; None: run eagerly."""
-        if self._graphs is None or batch.host is None:
+        if self.graphs is None or batch.host is None:
             return None
         own_batch = take_sequences(batch.host, own, torch.from_numpy(own_rows))
-        return self._graphs.run(own_batch, captures=batch.allows_capture)
+        return self.graphs.run(own_batch, captures=batch.allows_capture)
 
     def _gather(self, x: torch.Tensor, rows: "_Rows", sources: torch.Tensor) -> torch.Tensor:
         """This slot's rows, with or without more behind them -> those of the batch, in order."""
@@ -89,7 +85,7 @@ class SlottedTransformer(RankTransformer):
         """The sequences of each slot; the same on every rank."""
         size = self._slots.size
         if batch.past is None:
-            hidden_size = self.spec.hidden_size
+            hidden_size = self.local.spec.hidden_size
             return assign_sequences(batch.seqlens.tolist(), size, hidden_size=hidden_size)
         first_pages = batch.past.page_table[:, 0].tolist()
         found: list[list[int]] = [[] for _ in range(size)]

@@ -1,8 +1,8 @@
 """The forward pass of every family, top to bottom, on packed tokens."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from copy import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +12,11 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
 from bytetx.nn.alibi import alibi_bias, model_slopes
-from bytetx.nn.blocks import Blocks, InterruptedRows, LocalBlocks, Rows
+from bytetx.nn.blocks import Blocks, LocalBlocks, Rows
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layer_weights import load_layers
 from bytetx.nn.layer_weights import tensor_names as layer_tensor_names
-from bytetx.nn.layers import Layers, OnKv, OnLayer
+from bytetx.nn.layers import Layers, OnKv, OnLayer, Pause
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
@@ -53,15 +53,55 @@ class WordAdapter:
         return change.add_(F.embedding(input_ids, word)).to(word.dtype)
 
 
+class Placement(ABC):
+    """Runs the passes of a transformer that does not run them in this process alone, or at once.
+
+    is_shared: whether other ranks run a part of each pass; then nothing but forward may be called.
+    is_capturable, captures_decode_steps: whether steps around its passes may be CUDA graphs.
+    """
+
+    is_shared = False
+    is_capturable = True
+    captures_decode_steps = True
+
+    @abstractmethod
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        cache: KvCache | None = None,
+        on_layer: OnLayer | None = None,
+        on_kv: OnKv | None = None,
+    ) -> torch.Tensor:
+        """Run a pass; arguments and result as of Transformer.forward."""
+
+
+class Interrupted(Placement):
+    """Calls `pause` before each linear layer of a pass."""
+
+    def __init__(self, local: "Transformer", pause: Pause):
+        self._local, self._pause = local, pause
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        cache: KvCache | None = None,
+        on_layer: OnLayer | None = None,
+        on_kv: OnKv | None = None,
+    ) -> torch.Tensor:
+        return self._local.forward(
+            batch, cache=cache, on_layer=on_layer, on_kv=on_kv, pause=self._pause
+        )
+
+
 class Transformer:
     """A model's weights and its forward pass. Holds no state between calls.
 
     Where a group of ranks shares the layers, every rank calls forward.
     project_out: hidden_size -> embedding_size, where a causal model's embedding is narrower.
-    is_shared: whether other ranks run a part of each pass; then nothing but forward may be called.
+    placement: runs its passes; None: this process does, all of each pass.
     """
-
-    is_shared = False
 
     def __init__(
         self,
@@ -70,14 +110,14 @@ class Transformer:
         layers: Layers,
         *,
         project_out: LinearWeight | None = None,
+        placement: Placement | None = None,
     ):
-        self.spec, self.embeddings = spec, embeddings
+        self.spec, self.embeddings, self.placement = spec, embeddings, placement
         self.layers, self.blocks = layers, layers.blocks
         self.project_out = project_out
         # transformers multiplies by a tensor of the table's dtype.
         scale = torch.tensor(spec.hidden_size**0.5, dtype=embeddings.word.dtype)
         self.word_scale: float = scale.item()
-        self._between_layers: Callable[[], None] | None = None
 
     @classmethod
     def from_tensors(
@@ -128,9 +168,26 @@ class Transformer:
         )
         return cls(spec, embeddings, layers, project_out=project_out)
 
+    def placed(self, placement: Placement) -> "Transformer":
+        """The same weights, whose passes a placement runs."""
+        return Transformer(
+            self.spec,
+            self.embeddings,
+            self.layers,
+            project_out=self.project_out,
+            placement=placement,
+        )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks run a part of each pass; see Placement."""
+        return self.placement is not None and self.placement.is_shared
+
     @property
     def is_capturable(self) -> bool:
         """Whether no kernel's shape depends on the lengths, as a CUDA graph for any needs."""
+        if self.placement is not None and not self.placement.is_capturable:
+            return False
         word, head_dim = self.embeddings.word, self.spec.head_dim
         fits = is_planned(word.dtype, head_dim, word.device)
         if self.spec.is_causal:  # its steps over pages hold prefill chunks of any length
@@ -147,16 +204,16 @@ class Transformer:
     @property
     def captures_decode_steps(self) -> bool:
         """Whether its decode steps may be CUDA graphs, with kernels that take pages."""
-        return self.layers.is_capturable
+        is_free = self.placement is None or self.placement.captures_decode_steps
+        return is_free and self.layers.is_capturable
 
-    def interrupted_by(self, run: Callable[[], None]) -> "Transformer":
-        """The same model, whose forward calls `run` before each linear layer of a local block.
+    def interrupted_by(self, run: Pause) -> "Transformer":
+        """The same model, whose forward calls `run` before each linear layer; one that has a
+        placement stays as it is.
 
         `run` may use the model itself, as for a short batch that should not wait for a long one.
         """
-        other = copy(self)
-        other._between_layers = run
-        return other
+        return self if self.placement is not None else self.placed(Interrupted(self, run))
 
     @torch.inference_mode()
     def forward(
@@ -166,16 +223,18 @@ class Transformer:
         cache: KvCache | None = None,
         on_layer: OnLayer | None = None,
         on_kv: OnKv | None = None,
+        pause: Pause | None = None,
     ) -> torch.Tensor:
         """Hidden states [total_tokens, spec.output_size] of the last layer.
 
         cache: a causal model's keys and values, with batch.past; this step's are added to it.
         on_layer: called with the embedding's and then each layer's output.  on_kv: without a
-        cache, called with each layer's keys and values.
+        cache, called with each layer's keys and values.  pause: called before each linear layer,
+        without a placement.
         """
+        if self.placement is not None:
+            return self.placement.forward(batch, cache=cache, on_layer=on_layer, on_kv=on_kv)
         rows = self.blocks.begin(batch.total_tokens)
-        if self._between_layers is not None and type(rows) is LocalBlocks:
-            rows = InterruptedRows(rows, self._between_layers)
         x = self.layers.run(
             lambda: self._embed(batch, rows),
             batch,
@@ -183,6 +242,7 @@ class Transformer:
             cache=cache,
             on_layer=on_layer,
             on_kv=on_kv,
+            pause=pause,
         )
         return x if self.project_out is None else linear(x, self.project_out)
 

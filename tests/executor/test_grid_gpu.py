@@ -55,11 +55,11 @@ def test_replayed_passes(bert: Path, grid: str) -> None:
         for texts in batches * 4:
             found, wanted = (m.embed(texts, normalize=True).vectors for m in (model, one))
             np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCES[torch.float16][0])
-        local = model.transformer._whole  # of rank 0
-        if local._graphs is None:
+        local = model.transformer.placement.whole  # of rank 0
+        if local.graphs is None:
             pytest.skip(why_no_kernel("varlen_attention", torch.device("cuda", 0)) or "no graphs")
-        assert local._graphs.num_graphs > 0
-        assert not local._graphs._graphs._refused
+        assert local.graphs.num_graphs > 0
+        assert not local.graphs._graphs._refused
 
 
 @pytest.mark.parametrize("grid", ["z2", "y2"])
@@ -95,7 +95,7 @@ def test_the_ledger_of_replayed_gathers(bert: Path) -> None:
             model.embed(texts)
             assert group.axes.counts() - before == count_transfers(transfers)
             assert group.axes.z.num_begun == begun
-        assert model.transformer._whole._graphs.num_graphs == 1
+        assert model.transformer.placement.whole.graphs.num_graphs == 1
 
 
 def test_two_threads_share_the_graphs(bert: Path) -> None:

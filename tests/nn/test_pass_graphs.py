@@ -100,7 +100,7 @@ def test_replays_give_one_devices_answers(
 
     def do(transformer: Transformer, group: TpGroup) -> tuple[list[torch.Tensor], int]:
         found = [transformer.forward(batch) for batch in batches]
-        return found, transformer._graphs.num_graphs  # type: ignore[attr-defined]
+        return found, transformer.placement.graphs.num_graphs  # type: ignore[attr-defined]
 
     for found, num_graphs in on_grid(folder, grid, do, copies=copies):
         for ours, theirs in zip(found, wanted, strict=True):
@@ -118,7 +118,7 @@ def test_what_is_no_pass_of_sequences_alone_runs_without(folders: dict[str, Path
             transformer.forward(batch, on_layer=lambda x: None)
             transformer.forward(positioned)
             transformer.forward(replace(batch, allows_capture=False))
-        return transformer._graphs.num_graphs  # type: ignore[attr-defined]
+        return transformer.placement.graphs.num_graphs  # type: ignore[attr-defined]
 
     assert on_grid(folders["bert"], "data2", do) == [0, 0]
 
@@ -216,6 +216,6 @@ def ledgers(
     found = []
     for _ in range(5):
         before = group.axes.counts()
-        transformer._graphs.run(batch)  # type: ignore[attr-defined]
+        transformer.placement.graphs.run(batch)  # type: ignore[attr-defined]
         found.append(group.axes.counts() - before)
     return found

@@ -12,7 +12,8 @@ from tiny import one_thread, random_ids, save, tiny_model  # noqa: F401  (one_th
 
 from bytetx.nn.grid_blocks import grid_blocks, grid_transformer
 from bytetx.nn.loading import load_checkpoint, load_shard, load_spec
-from bytetx.nn.slots import SlottedTransformer
+from bytetx.nn.slots import SlottedPlacement
+from bytetx.nn.transformer import Transformer
 from bytetx.nn.weight_gather import WeightGather
 from bytetx.packed import PackedBatch, pack
 from bytetx.parallel.grid import Grid, assign_sequences
@@ -49,7 +50,7 @@ def wanted(folder: Path) -> torch.Tensor:
 def on_copies(
     folder: Path,
     grid: Grid,
-    do: Callable[[SlottedTransformer, WeightGather, TpGroup], object],
+    do: Callable[[Transformer, WeightGather, TpGroup], object],
     *,
     works: bool = True,
 ) -> list[object]:
@@ -62,7 +63,9 @@ def on_copies(
         blocks = grid_blocks(spec, group)
         local, _ = load_shard(folder, blocks, dtype=torch.float32, device=group.device)
         transformer, gather = grid_transformer(local, group), blocks.weight_gather
-        assert isinstance(transformer, SlottedTransformer) and isinstance(gather, WeightGather)
+        assert isinstance(transformer.placement, SlottedPlacement) and isinstance(
+            gather, WeightGather
+        )
         return do(transformer, gather, group)
 
     return on_ranks(grid.size, run, grid=grid)
@@ -73,7 +76,7 @@ def test_answers_and_ledger(folder: Path, z: int) -> None:
     grid, batch = Grid(z=z), batch_of(folder)
 
     def do(
-        transformer: SlottedTransformer, gather: WeightGather, group: TpGroup
+        transformer: Transformer, gather: WeightGather, group: TpGroup
     ) -> list[tuple[torch.Tensor, Counter[tuple[str, str, int]], int]]:
         assert group.axes is not None
         found = []
@@ -106,12 +109,10 @@ def test_a_rank_runs_alone(folder: Path) -> None:
     """Three passes of one rank's layers while the others run none."""
     batch = batch_of(folder)
 
-    def do(
-        transformer: SlottedTransformer, gather: WeightGather, group: TpGroup
-    ) -> torch.Tensor | None:
+    def do(transformer: Transformer, gather: WeightGather, group: TpGroup) -> torch.Tensor | None:
         if group.rank:
             return None
-        return [transformer._local.forward(batch) for _ in range(3)][-1]
+        return [transformer.placement.local.forward(batch) for _ in range(3)][-1]
 
     first, _ = on_copies(folder, Grid(z=2), do)
     torch.testing.assert_close(first, wanted(folder), rtol=0, atol=5e-5)
@@ -120,7 +121,7 @@ def test_a_rank_runs_alone(folder: Path) -> None:
 def test_a_pass_after_one_that_failed(folder: Path) -> None:
     batch = batch_of(folder)
 
-    def do(transformer: SlottedTransformer, gather: WeightGather, group: TpGroup) -> torch.Tensor:
+    def do(transformer: Transformer, gather: WeightGather, group: TpGroup) -> torch.Tensor:
         seen: list[torch.Tensor] = []
 
         def fail_late(x: torch.Tensor) -> None:
@@ -129,7 +130,7 @@ def test_a_pass_after_one_that_failed(folder: Path) -> None:
                 raise RuntimeError("no memory")
 
         with pytest.raises(RuntimeError, match="no memory"):
-            transformer._local.forward(batch, on_layer=fail_late)
+            transformer.placement.local.forward(batch, on_layer=fail_late)
         return transformer.forward(batch)
 
     for states in on_copies(folder, Grid(z=2), do):
@@ -140,7 +141,7 @@ def test_ranks_that_find_no_memory_use_collectives(folder: Path) -> None:
     batch = batch_of(folder)
 
     def do(
-        transformer: SlottedTransformer, gather: WeightGather, group: TpGroup
+        transformer: Transformer, gather: WeightGather, group: TpGroup
     ) -> tuple[torch.Tensor, int]:
         assert group.axes is not None
         begun = group.axes.z.num_begun
