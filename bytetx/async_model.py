@@ -18,9 +18,9 @@ from bytetx.errors import DeadlineError
 from bytetx.model import Model
 from bytetx.requests.prompts import Prompt, is_chat
 from bytetx.sampling_params import SamplingParams
+from bytetx.tasks.async_run import AsyncRun
 from bytetx.tasks.async_stats import AsyncStats, engine_stats
 from bytetx.tasks.call import Call
-from bytetx.tasks.call_run import CallRun
 from bytetx.tasks.catalog import AsyncModelTasks
 from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread, PromptGroup
@@ -180,7 +180,6 @@ class AsyncModel(AsyncModelTasks):
             self._pool,
             alone=lambda number: self.embed(calls[number], **options),
             sizes=[len(call) for call in calls],
-            token_budget=model.token_budget,
             max_window_texts=self._max_window_texts,
         )
         return run.start()
@@ -241,11 +240,10 @@ class AsyncModel(AsyncModelTasks):
     ) -> T:
         check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)
-        run = CallRun(
+        run = AsyncRun(
             call,
             self._engines[model._runner],
             self._pool,
-            token_budget=model.token_budget,
             max_window_texts=self._max_window_texts,
             priority=priority,
             is_bounded=self._is_bounded,

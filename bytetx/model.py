@@ -14,6 +14,7 @@ from bytetx.arguments import check_token_budget
 from bytetx.checkpoint.families import read_families
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.checkpoint.generation_config import check_switch
+from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.model_runner import Runner
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
@@ -25,7 +26,7 @@ from bytetx.tasks.call import Call
 from bytetx.tasks.catalog import ModelTasks
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.generate import GenerationMixin
-from bytetx.tasks.run import SyncRun
+from bytetx.tasks.run import perform, stream
 from bytetx.tasks.search import Packed, Similarity, Vectors, similarity
 from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 
@@ -148,7 +149,7 @@ class Model(GenerationMixin, ModelTasks):
             token_budget=self.token_budget,
             cuda_graphs=cuda_graphs,
         )
-        self._sync = SyncRun(self._runner, self.token_budget)
+        self._engine = EncodeEngine(self._runner, token_budget=self.token_budget)
 
     def close(self) -> None:
         """Ends the workers of a model loaded with tp; the model cannot be used after that."""
@@ -208,26 +209,20 @@ class Model(GenerationMixin, ModelTasks):
         show_progress = given.pop("show_progress", False)
         streams = spec.item is not None and given.pop("stream", False)
         model, call = self._call(spec, *spec.bind(inputs, given))
-        if streams:
-            return model._sync.stream(call, show_progress=show_progress)
-        return model._sync.perform(call, show_progress=show_progress)
+        run = stream if streams else perform
+        return run(call, model._engine, show_progress=show_progress)
 
     def _call(
         self, spec: TaskSpec, inputs: tuple[Any, ...], options: TaskOptions
     ) -> tuple["Model", Call[Any]]:
-        """A call of a task, ready to run, and the model that runs it."""
-        model = self._route(options)
-        return model, spec.start(model.context, *inputs, options)
-
-    def _route(self, options: TaskOptions) -> "Model":
-        """The Model of the route of a call's task: this one, where the checkpoint has no Router.
+        """A call of a task, ready to run, and the model that runs it: that of its route, if any.
 
         Raises OptionError for a task without a route.
         """
-        router = self.checkpoint.router
-        if router is None or not self._routes or not isinstance(options, PromptOptions):
-            return self
-        return self._routes[router.resolve(options.task)]
+        router, model = self.checkpoint.router, self
+        if router is not None and self._routes and isinstance(options, PromptOptions):
+            model = self._routes[router.resolve(options.task)]
+        return model, spec.start(model.context, *inputs, options)
 
     def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """f32 [len(a), len(b)]: bytetx.similarity with the function that the checkpoint names.

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from bytetx.buckets import Bucket
-from bytetx.encode.step import Capture, Step, Task
+from bytetx.encode.step import Capture, Computation, Step
 from bytetx.encode.step_layout import EncodeLayout, encode_layout, padded_layout
 from bytetx.nn.transformer import Transformer
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
@@ -58,7 +58,7 @@ class CudaQueue:
 
     @torch.inference_mode()
     def start(
-        self, step: Step, task: Task
+        self, step: Step, task: Computation
     ) -> tuple[tuple[torch.Tensor, ...], torch.cuda.Event, CapturedStep | None]:
         """Queues a step that lies on the host.
 
@@ -115,7 +115,12 @@ class CudaQueue:
         return min(bucket.total_tokens, self._transformer.spec.max_positions)
 
     def _find_graph(
-        self, graphs: GraphCache, layout: EncodeLayout, capture: Capture, step: Step, task: Task
+        self,
+        graphs: GraphCache,
+        layout: EncodeLayout,
+        capture: Capture,
+        step: Step,
+        task: Computation,
     ) -> CapturedStep | None:
         key = (layout.bucket, capture.key)
         captured = graphs.find(key)
@@ -152,7 +157,7 @@ def _compute(
     transformer: Transformer,
     layout: EncodeLayout,
     step: Step,
-    task: Task,
+    task: Computation,
     max_seqlen: int,
     block: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:

@@ -1,25 +1,25 @@
-"""EncodeEngine: the thread that runs the texts of all callers through one model, step by step."""
+"""EncodeEngine: runs texts through one model, step by step, for one caller or for all of them."""
 
 import asyncio
+import sys
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import Condition, Thread
 from typing import Any
 
 import numpy as np
 
-from bytetx.encode.finite import not_finite_error
 from bytetx.encode.model_runner import Launched, Runner
-from bytetx.encode.open_call import OpenCall, waiters_of, wake
-from bytetx.encode.request import Failure, Requests
-from bytetx.encode.request_queue import QueuedCall, RequestQueue, Taken
-from bytetx.encode.shared_pass import Part, SharedPass, join_requests
-from bytetx.encode.step import is_head
+from bytetx.encode.request import Failure, Requests, join_requests
+from bytetx.encode.request_queue import OpenCall, RequestQueue, Taken, waiters_of, wake
+from bytetx.encode.scheduler import plan_steps
+from bytetx.encode.shared_pass import Part, SharedPass
+from bytetx.encode.step import Task, finish_finite, is_head, not_finite_error
 from bytetx.errors import (
     ClosedError,
     DeviceLostError,
@@ -73,47 +73,54 @@ class EngineCounts:
     num_steps: int = 0
 
 
-@dataclass(slots=True)
-class _Rows:
-    """The rows start to stop of a step: texts of one call."""
+@dataclass(slots=True, eq=False)
+class Share:
+    """Texts of one call in a step, its rows start to stop.
+
+    requests: with the call's indices.  queued_time: when they were queued.
+    """
 
     call: OpenCall
-    taken: Taken
-    indices: np.ndarray
-    start: int
-    stop: int
+    requests: Requests
+    queued_time: float
+    start: int = 0
+    stop: int = 0
 
 
 @dataclass(slots=True, eq=False)
-class _Step:
+class EncodeStep:
     """Texts that run together.
 
+    requests: the texts of all shares, numbered from 0.
     short_tokens: of a call that is short beside the step; 0 where none is.
     nested_tokens, nested_seconds: of short steps that ran between its layers.
+    launched: None until it was started, and where that failed.
     """
 
-    rows: list[_Rows]
+    shares: list[Share]
+    calls: list[OpenCall]
     requests: Requests
-    task: SharedPass
-    short_tokens: int
+    task: Task[Any] | SharedPass
+    short_tokens: int = 0
     start_time: float = 0.0
     nested_tokens: int = 0
     nested_seconds: float = 0.0
     launched: Launched | None = None
-    failures: Sequence[Failure] = field(default_factory=tuple)
 
-    @property
-    def calls(self) -> list[OpenCall]:
-        return list(dict.fromkeys(rows.call for rows in self.rows))
+    def is_ready(self) -> bool:
+        """Whether `EncodeEngine.collect` returns at once."""
+        return self.launched is None or self.launched.is_ready()
 
 
 class EncodeEngine:
-    """Packs the texts of all open calls into steps and runs these, in a thread of its own.
+    """Runs steps of texts: `plan`, `launch` and `collect`.
 
-    Texts of several tasks share a step where their tasks are heads on the last hidden states. On a
-    GPU the next step is launched while one runs. On a CPU a step computes in this thread; texts
-    that are short beside it run between its layers.  An error that no text caused ends all calls
-    with that error and closes the engine.
+    A caller alone does so in its own thread, with the texts of its call.  The texts of all calls
+    that are opened are packed into steps together, which run in a thread of the engine. Texts of
+    several tasks share a step where their tasks are heads on the last hidden states. On a GPU the
+    next step is launched while one runs. On a CPU a step computes in this thread; texts that are
+    short beside it run between its layers.  An error that no text caused ends all calls with that
+    error and closes the engine.
     """
 
     def __init__(
@@ -121,22 +128,22 @@ class EncodeEngine:
         runner: Runner,
         *,
         token_budget: int,
-        max_queued_requests: int,
-        max_queued_tokens: int,
-        age_limit_s: float,
+        max_queued_requests: int = sys.maxsize,
+        max_queued_tokens: int = sys.maxsize,
+        age_limit_s: float = 2.0,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """token_budget: tokens of a step.  The limits count texts that are being tokenised, too;
         an empty queue takes whatever comes."""
-        self._runner, self._token_budget, self._clock = runner, token_budget, clock
+        self.runner, self.token_budget, self._clock = runner, token_budget, clock
         self._max_requests, self.max_queued_tokens = max_queued_requests, max_queued_tokens
         self._changed = Condition()
         self._queue = RequestQueue(age_limit_s=age_limit_s)
         self._open: set[OpenCall] = set()
         self._num_reading = self._reading_tokens = 0
-        self._planned: deque[_Step] = deque()  # to run before anything is taken from the queue
-        self._running: deque[_Step] = deque()
-        self._current: _Step | None = None
+        self._planned: deque[EncodeStep] = deque()  # to run before anything is taken from the queue
+        self._running: deque[EncodeStep] = deque()
+        self._current: EncodeStep | None = None
         self._short_seen = -np.inf
         self._rate: float | None = None
         self._last_end = 0.0
@@ -384,6 +391,147 @@ class EncodeEngine:
         self._queue.drop(call)
         call.num_open = call.open_tokens = 0
 
+    # What a caller alone uses in its own thread, and the engine's thread for all others.
+
+    def plan(self, call: OpenCall, requests: Requests) -> list[EncodeStep]:
+        """Steps of texts that wait for no others."""
+        call.num_open += len(requests)
+        call.open_tokens += requests.total_tokens
+        now = self._clock()
+        return [
+            _step([[Share(call, some, now)]])
+            for some in plan_steps(requests, token_budget=self.token_budget)
+        ]
+
+    def launch(self, step: EncodeStep, *, between_layers: Callable[[], None] | None = None) -> None:
+        """Starts a step; where that fails, its calls run alone, or the only one gets the error."""
+        step.start_time = self._clock()
+        try:
+            step.launched = self.runner.launch(
+                step.requests, step.task, between_layers=between_layers
+            )
+        except (DeviceLostError, ForkError):
+            raise
+        except Exception as error:
+            self._run_alone(step, error)
+
+    def collect(self, step: EncodeStep) -> None:
+        """Waits for a step that was launched and gives its results to their calls, once."""
+        launched, step.launched = step.launched, None  # it holds the outputs
+        if launched is None:  # it failed
+            return
+        try:
+            outputs = launched.part_outputs()
+            finished = [
+                found
+                for part, own in zip(launched.parts, outputs, strict=True)
+                if len(part.step.requests)
+                for found in (
+                    step.task.finish_parts(own, part.step)
+                    if isinstance(step.task, SharedPass)
+                    else [finish_finite(step.task, own, part.step)]
+                )
+            ]
+        except (DeviceLostError, ForkError):
+            raise
+        except Exception as error:
+            self._run_alone(step, error)
+            return
+        end = self._clock()
+        starts = [share.start for share in step.shares]
+        failures = list(launched.failures)
+        for numbers, results, failed in finished:
+            self._deliver(step.shares, starts, numbers, results)
+            failures += [Failure(number, not_finite_error(number)) for number in failed]
+        for failure in failures:
+            self._deliver_failure(step.shares[bisect_right(starts, failure.index) - 1], failure)
+        with self._changed:
+            self._count_step(step, end, num_failed=len(failures))
+            waiters = waiters_of(step.calls) if self._open else []
+        if waiters:
+            wake(waiters)
+
+    def _run_alone(self, step: EncodeStep, error: Exception) -> None:
+        """After a failure that no text is known to have caused."""
+        if len(step.calls) == 1:
+            self.fail(step.calls[0], error)
+            return
+        error.__traceback__ = None  # its frames hold the step
+        by_call: dict[OpenCall, list[Share]] = {}
+        for share in step.shares:
+            by_call.setdefault(share.call, []).append(share)
+        with self._changed:
+            kept = [shares for call, shares in by_call.items() if not call.is_dropped]
+            self._planned.extendleft(_step([shares]) for shares in reversed(kept))
+
+    def _deliver(
+        self,
+        shares: Sequence[Share],
+        starts: Sequence[int],
+        numbers: np.ndarray,
+        results: Sequence[Any],
+    ) -> None:
+        """Gives each call its share of the results of the rows `numbers`, which rise."""
+        if not len(numbers):
+            return
+        first, last = int(numbers[0]), int(numbers[-1])
+        for own in shares[bisect_right(starts, first) - 1 :]:
+            if own.start > last:
+                return
+            start, end = np.searchsorted(numbers, (own.start, own.stop)).tolist()
+            if own.call.is_dropped or start == end:
+                continue
+            indices = own.requests.indices[numbers[start:end] - own.start]
+            try:
+                own.call.receiver.put_rows(indices, results[start:end])
+            except Exception as error:
+                self.fail(own.call, error)
+
+    def _deliver_failure(self, share: Share, failure: Failure) -> None:
+        if share.call.is_dropped:
+            return
+        index = int(share.requests.indices[failure.index - share.start])
+        text = str(failure.error).replace(f"text {failure.index} ", f"text {index} ", 1)
+        error = type(failure.error)(text)
+        error.__cause__ = failure.error.__cause__
+        if share.call.keeps_errors:
+            share.call.failed.add(index)
+            try:
+                share.call.receiver.fail(index, error)
+            except Exception as raised:
+                self.fail(share.call, raised)
+        else:
+            self.fail(share.call, error)
+
+    def _count_step(self, step: EncodeStep, end: float, *, num_failed: int) -> None:
+        seconds = end - step.start_time
+        for share in step.shares:
+            call, num_texts = share.call, len(share.requests)
+            if call.is_dropped:
+                continue
+            call.compute_seconds += num_texts * seconds
+            call.num_computed += num_texts
+            call.num_open -= num_texts
+            call.open_tokens -= share.requests.total_tokens
+        requests = step.requests
+        padded = len(requests) * int(requests.seqlens.max(initial=0))
+        counts = self._counts
+        counts.num_done += len(requests) - num_failed
+        counts.num_failed += num_failed
+        counts.total_tokens += requests.total_tokens
+        counts.padded_tokens += padded
+        counts.num_steps += 1
+        stats = StepStats(time.time(), len(requests), requests.total_tokens, padded, seconds)
+        self.recent.append(stats)
+        alone = end - max(step.start_time, self._last_end) - step.nested_seconds
+        if step.nested_tokens:
+            alone = seconds - step.nested_seconds
+        self._last_end = end
+        if alone > 0 and (self._rate is None or requests.total_tokens >= _RATE_TOKENS):
+            rate = requests.total_tokens / alone
+            old = rate if self._rate is None else self._rate
+            self._rate = old + _RATE_WEIGHT * (rate - old)
+
     # The thread.
 
     def _run(self) -> None:
@@ -419,7 +567,7 @@ class EncodeEngine:
         if step is not None:
             self._launch(step)
         if self._running and (
-            len(self._running) >= _STEPS_IN_FLIGHT or _is_ready(self._running[0])
+            len(self._running) >= _STEPS_IN_FLIGHT or self._running[0].is_ready()
         ):
             self._collect(self._running.popleft())
         elif self._running and step is None:
@@ -428,60 +576,38 @@ class EncodeEngine:
                     self._changed.wait(_POLL_S)
         return True
 
-    def _next_step(self) -> _Step | None:
+    def _next_step(self) -> EncodeStep | None:
         if not self._planned:
             taken = self._queue.take(self._step_tokens(), self._clock())
-            self._planned += self._plan(taken)
+            self._planned += _steps_of(taken)
         return self._planned.popleft() if self._planned else None
 
     def _step_tokens(self) -> int:
         """The budget of the next step: smaller while short calls come beside long ones."""
         is_alone = self._clock() - self._short_seen > _SHORT_MEMORY_S
         if is_alone or self._rate is None:
-            return self._token_budget
+            return self.token_budget
         target = max(int(self._rate * _TARGET_STEP_S), _MIN_STEP_TOKENS)
-        return min(target, self._token_budget)
+        return min(target, self.token_budget)
 
-    def _plan(self, taken: Sequence[Taken]) -> list[_Step]:
-        """Steps of these texts: one of all tasks that share a pass, and one of each other task."""
-        by_key: dict[Any, list[Taken]] = {}
-        for some in taken:
-            by_key.setdefault(_open(some).key, []).append(some)
-        sharing: list[list[Taken]] = []
-        steps: list[_Step] = []
-        for group in by_key.values():
-            if is_head(_open(group[0]).task):
-                sharing.append(group)
-            else:
-                steps.append(_step([group]))
-        return [_step(sharing), *steps] if sharing else steps
-
-    def _launch(self, step: _Step, *, may_interrupt: bool = True) -> None:
-        """Starts a step; where that fails, its calls run alone, or the only one gets the error."""
-        step.start_time = self._clock()
-        for rows in step.rows:
-            waited = step.start_time - rows.taken.piece.time
-            rows.call.queue_seconds += rows.taken.num_texts * waited
+    def _launch(self, step: EncodeStep, *, may_interrupt: bool = True) -> None:
         between = None
-        if may_interrupt and step.short_tokens and self._runner.is_interruptible:
+        if may_interrupt and step.short_tokens and self.runner.is_interruptible:
             between = partial(self._run_short, step)
+        now = self._clock()
+        for share in step.shares:
+            share.call.queue_seconds += len(share.requests) * (now - share.queued_time)
         outer, self._current = self._current, step
         try:
-            with computing(self._runner.device):
-                step.launched = self._runner.launch(
-                    step.requests, step.task, between_layers=between
-                )
-        except (DeviceLostError, ForkError):
-            raise
-        except Exception as error:
-            self._run_alone(step, error)
-            return
+            with computing(self.runner.device):
+                self.launch(step, between_layers=between)
         finally:
-            if outer is not None or self._runner.is_interruptible:
+            if outer is not None or self.runner.is_interruptible or step.launched is None:
                 self._current = outer
-        self._running.append(step)
+        if step.launched is not None:
+            self._running.append(step)
 
-    def _run_short(self, outer: _Step) -> None:
+    def _run_short(self, outer: EncodeStep) -> None:
         """Before a linear layer of a step: runs texts that are short beside it.
 
         They get at most as many tokens as the step has.
@@ -493,7 +619,7 @@ class EncodeEngine:
             if not taken:
                 return
             self._short_seen = self._clock()
-            steps = self._plan(taken)
+            steps = _steps_of(taken)
         start = self._clock()
         for step in steps:
             outer.nested_tokens += step.requests.total_tokens
@@ -502,149 +628,44 @@ class EncodeEngine:
                 self._collect(self._running.pop())
         outer.nested_seconds += self._clock() - start
 
-    def _run_alone(self, step: _Step, error: Exception) -> None:
-        """After a failure that no text is known to have caused."""
-        if len(step.calls) == 1:
-            self.fail(step.calls[0], error)
-            return
-        error.__traceback__ = None  # its frames hold the step
-        by_call: dict[QueuedCall, list[Taken]] = {}
-        for rows in step.rows:
-            by_call.setdefault(rows.call, []).append(rows.taken)
-        with self._changed:
-            kept = {call: taken for call, taken in by_call.items() if not call.is_dropped}
-            self._planned.extendleft(_step([taken]) for taken in reversed(kept.values()))
-
-    def _collect(self, step: _Step) -> None:
-        """Waits for a step and gives its results to their calls."""
-        launched = step.launched
-        assert launched is not None
+    def _collect(self, step: EncodeStep) -> None:
         if self._current is step:
             self._current = None
-        try:
-            outputs = launched.part_outputs()
-            finished = [
-                found
-                for part, own in zip(launched.parts, outputs, strict=True)
-                if len(part.step.requests)
-                for found in step.task.finish_parts(own, part.step)
-            ]
-        except (DeviceLostError, ForkError):
-            raise
-        except Exception as error:
-            self._run_alone(step, error)
-            return
-        end = self._clock()
-        starts = [rows.start for rows in step.rows]
-        failures = list(launched.failures)
-        for numbers, results, failed in finished:
-            self._deliver(step.rows, starts, numbers, results)
-            failures += [Failure(number, not_finite_error(number)) for number in failed]
-        for failure in failures:
-            self._deliver_failure(step.rows[bisect_right(starts, failure.index) - 1], failure)
-        with self._changed:
-            self._count_step(step, end, num_failed=len(failures))
-            waiters = waiters_of(step.calls)
-        wake(waiters)
+        self.collect(step)
 
-    def _deliver(
-        self,
-        rows: Sequence[_Rows],
-        starts: Sequence[int],
-        numbers: np.ndarray,
-        results: Sequence[Any],
-    ) -> None:
-        """Gives each call its share of the results of the rows `numbers`, which rise."""
-        if not len(numbers):
-            return
-        first, last = int(numbers[0]), int(numbers[-1])
-        for own in rows[bisect_right(starts, first) - 1 :]:
-            if own.start > last:
-                return
-            start, end = np.searchsorted(numbers, (own.start, own.stop)).tolist()
-            if own.call.is_dropped or start == end:
-                continue
-            indices = own.indices[numbers[start:end] - own.start]
-            try:
-                own.call.receiver.put_rows(indices, results[start:end])
-            except Exception as error:
-                self.fail(own.call, error)
 
-    def _deliver_failure(self, rows: _Rows, failure: Failure) -> None:
-        if rows.call.is_dropped:
-            return
-        index = int(rows.indices[failure.index - rows.start])
-        text = str(failure.error).replace(f"text {failure.index} ", f"text {index} ", 1)
-        error = type(failure.error)(text)
-        error.__cause__ = failure.error.__cause__
-        if rows.call.keeps_errors:
-            rows.call.failed.add(index)
-            try:
-                rows.call.receiver.fail(index, error)
-            except Exception as raised:
-                self.fail(rows.call, raised)
+def _steps_of(taken: Sequence[Taken]) -> list[EncodeStep]:
+    """Steps of texts: one of all tasks that share a pass, and one of each other task."""
+    by_key: dict[Any, list[Share]] = {}
+    for some in taken:
+        share = Share(some.call, some.requests(), some.piece.time)
+        by_key.setdefault(share.call.key, []).append(share)
+    sharing: list[list[Share]] = []
+    steps: list[EncodeStep] = []
+    for group in by_key.values():
+        if is_head(group[0].call.task):
+            sharing.append(group)
         else:
-            self.fail(rows.call, error)
-
-    def _count_step(self, step: _Step, end: float, *, num_failed: int) -> None:
-        seconds = end - step.start_time
-        for rows in step.rows:
-            call, num_texts = rows.call, rows.taken.num_texts
-            if call.is_dropped:
-                continue
-            call.compute_seconds += num_texts * seconds
-            call.num_computed += num_texts
-            call.num_open -= num_texts
-            call.open_tokens -= rows.taken.total_tokens
-        requests = step.requests
-        padded = len(requests) * int(requests.seqlens.max(initial=0))
-        counts = self._counts
-        counts.num_done += len(requests) - num_failed
-        counts.num_failed += num_failed
-        counts.total_tokens += requests.total_tokens
-        counts.padded_tokens += padded
-        counts.num_steps += 1
-        stats = StepStats(time.time(), len(requests), requests.total_tokens, padded, seconds)
-        self.recent.append(stats)
-        alone = end - max(step.start_time, self._last_end) - step.nested_seconds
-        if step.nested_tokens:
-            alone = seconds - step.nested_seconds
-        self._last_end = end
-        if alone > 0 and (self._rate is None or requests.total_tokens >= _RATE_TOKENS):
-            rate = requests.total_tokens / alone
-            old = rate if self._rate is None else self._rate
-            self._rate = old + _RATE_WEIGHT * (rate - old)
+            steps.append(_step([group]))
+    return [_step(sharing), *steps] if sharing else steps
 
 
-def _step(groups: Sequence[Sequence[Taken]]) -> _Step:
+def _step(groups: Sequence[Sequence[Share]]) -> EncodeStep:
     """The texts of some tasks, those of each task together."""
     parts: list[Part] = []
-    rows: list[_Rows] = []
-    pieces: list[Requests] = []
-    shares: dict[QueuedCall, int] = {}
+    tokens: dict[OpenCall, int] = {}
     start = 0
     for group in groups:
         first = start
-        for taken in group:
-            call, own = _open(taken), taken.requests()
-            rows.append(_Rows(call, taken, own.indices, start, start + len(own)))
-            pieces.append(own)
-            shares[call] = shares.get(call, 0) + own.total_tokens
-            start += len(own)
-        task = rows[-1].call.task
-        parts.append(Part(task, first, start))
-    requests = join_requests(pieces)
-    large = [share for share in shares.values() if share >= _LONG_TOKENS]
+        for share in group:
+            share.start, start = start, start + len(share.requests)
+            share.stop = start
+            tokens[share.call] = tokens.get(share.call, 0) + share.requests.total_tokens
+        parts.append(Part(group[0].call.task, first))
+    shares = [share for group in groups for share in group]
+    requests = join_requests([share.requests for share in shares])
+    large = [count for count in tokens.values() if count >= _LONG_TOKENS]
     is_long = 2 * sum(large) >= requests.total_tokens
     short_tokens = max(large, default=0) // _SHORT if is_long else 0
-    return _Step(rows, requests, SharedPass(parts), short_tokens)
-
-
-def _open(taken: Taken) -> OpenCall:
-    assert isinstance(taken.call, OpenCall)  # no other call is queued
-    return taken.call
-
-
-def _is_ready(step: _Step) -> bool:
-    assert step.launched is not None
-    return step.launched.is_ready()
+    task = SharedPass(parts) if len(parts) > 1 else parts[0].task
+    return EncodeStep(shares, list(tokens), requests, task, short_tokens)

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,15 +11,13 @@ import torch
 from bytetx.encode.cuda_queue import CudaQueue
 from bytetx.encode.faults import memory_error, step_error
 from bytetx.encode.request import Failure, Requests
-from bytetx.encode.step import Step, Task
+from bytetx.encode.step import Computation, Step
 from bytetx.nn.executor import Executor
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import pack_columns
 from bytetx.runtime import faults
 
 logger = logging.getLogger("bytetx")
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +30,6 @@ class Part:
     is_done: torch.cuda.Event | None = None
     keep: object = None
 
-    def is_ready(self) -> bool:
-        return self.is_done is None or self.is_done.query()
-
     def outputs(self) -> tuple[np.ndarray, ...]:
         if self.is_done is not None:
             try:
@@ -47,28 +41,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step whose forward pass was started; `outputs()` waits until it is done.
+    """A step whose forward pass was started; `part_outputs()` waits until it is done.
 
-    step: the requests that run, their batch on the host.  failures: those that the device could
-    not run.  parts: one, or several where the step did not fit the device's memory.
+    failures: requests that the device could not run.  parts: one, or several where the step did
+    not fit the device's memory.
     executor: what tells why a rank or the device is lost.
     """
 
-    step: Step
     failures: tuple[Failure, ...]
     parts: tuple[Part, ...]
     executor: Executor
 
     def is_ready(self) -> bool:
-        """Whether `outputs()` returns at once."""
-        return all(part.is_ready() for part in self.parts)
-
-    def outputs(self) -> tuple[np.ndarray, ...]:
-        """Rows of step.requests; the arrays are the caller's. Raises DeviceLostError."""
-        pieces = self.part_outputs()
-        if len(pieces) == 1:
-            return pieces[0]
-        return tuple(np.concatenate(rows) for rows in zip(*pieces, strict=True))
+        """Whether `part_outputs()` returns at once."""
+        return all(part.is_done is None or part.is_done.query() for part in self.parts)
 
     def part_outputs(self) -> list[tuple[np.ndarray, ...]]:
         """Rows of each part's requests, apart. Raises DeviceLostError."""
@@ -109,7 +95,7 @@ class Runner:
     def launch(
         self,
         requests: Requests,
-        task: Task[R],
+        task: Computation,
         *,
         between_layers: Callable[[], None] | None = None,
     ) -> Launched:
@@ -135,23 +121,11 @@ class Runner:
                         waiting.append(piece)
                         continue
                 waiting += self._after(error, piece, failures, where=where)
-        step = parts[0].step if len(parts) == 1 else self._step(_joined(requests, failures))
-        return Launched(step, tuple(failures), tuple(parts), self.executor)
+        return Launched(tuple(failures), tuple(parts), self.executor)
 
     def _start(
-        self, requests: Requests, task: Task[R], between_layers: Callable[[], None] | None
+        self, requests: Requests, task: Computation, between_layers: Callable[[], None] | None
     ) -> Part:
-        step = self._step(requests)
-        if self._queue is None:
-            transformer = self.transformer
-            if between_layers is not None and self.is_interruptible:
-                transformer = transformer.interrupted_by(between_layers)
-            return Part(step, task.compute(transformer, step), self.device)
-        copies, is_done, keep = self._queue.start(step, task)
-        return Part(step, copies, self.device, is_done, keep)
-
-    def _step(self, requests: Requests) -> Step:
-        """The step on the host; a GPU's queue takes the requests, and hardly ever the batch."""
         spec, prompts = self.transformer.spec, requests.prompt_tokens
         batch = partial(
             pack_columns,
@@ -161,7 +135,15 @@ class Runner:
             has_token_types=spec.num_token_types > 0,
             position_offset=spec.position_offset,
         )
-        return Step(requests, batch, None if prompts is None else torch.from_numpy(prompts))
+        # On the host; a GPU's queue takes the requests, and hardly ever the batch.
+        step = Step(requests, batch, None if prompts is None else torch.from_numpy(prompts))
+        if self._queue is None:
+            transformer = self.transformer
+            if between_layers is not None and self.is_interruptible:
+                transformer = transformer.interrupted_by(between_layers)
+            return Part(step, task.compute(transformer, step), self.device)
+        copies, is_done, keep = self._queue.start(step, task)
+        return Part(step, copies, self.device, is_done, keep)
 
     def _examine(self, error: Exception, requests: Requests) -> str:
         """Where a step failed. Raises what is not the device's doing, or a DeviceLostError."""
@@ -189,10 +171,3 @@ class Runner:
         failure.__cause__ = error.with_traceback(None)
         failures += [Failure(int(index), failure) for index in requests.indices]
         return []
-
-
-def _joined(requests: Requests, failures: list[Failure]) -> Requests:
-    """The requests without those that failed, in their order."""
-    failed = {failure.index for failure in failures}
-    rows = [row for row, index in enumerate(requests.indices.tolist()) if index not in failed]
-    return requests.take(np.asarray(rows, dtype=np.int64))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -32,6 +32,10 @@ class Alignment:
     special_tokens_mask: list[int]
     sequence_ids: list[int | None] | None = None
     spans: Sequence[Span] = ()
+
+
+# Stands in for the alignment of texts whose task needs none, beside others that do.
+_NO_ALIGNMENT = Alignment(None, None, None, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,41 @@ class Requests:
             None if self.unseen_tokens is None else self.unseen_tokens[texts],
             None if self.chunks is None else self.chunks[texts],
         )
+
+
+def join_requests(pieces: Sequence[Requests]) -> Requests:
+    """The texts of all pieces behind one another, numbered from 0."""
+    num_texts = sum(map(len, pieces))
+    indices = np.arange(num_texts, dtype=np.int64)
+    if len(pieces) == 1:
+        return replace(pieces[0], indices=indices)
+    alignments = None
+    if any(piece.alignments is not None for piece in pieces):
+        alignments = [
+            alignment
+            for piece in pieces
+            for alignment in (piece.alignments or [_NO_ALIGNMENT] * len(piece))
+        ]
+    return Requests(
+        indices,
+        np.concatenate([piece.seqlens for piece in pieces]),
+        np.concatenate([piece.token_ids for piece in pieces]),
+        np.concatenate([piece.is_truncated for piece in pieces]),
+        _filled([(piece.token_type_ids, piece.total_tokens) for piece in pieces]),
+        _filled([(piece.prompt_tokens, len(piece)) for piece in pieces]),
+        alignments,
+        _filled([(piece.unseen_tokens, len(piece)) for piece in pieces]),
+        _filled([(piece.chunks, len(piece)) for piece in pieces]),
+    )
+
+
+def _filled(columns: Sequence[tuple[np.ndarray | None, int]]) -> np.ndarray | None:
+    """int32 columns behind one another, with zeros for a missing one; None where all are."""
+    if all(column is None for column, _ in columns):
+        return None
+    return np.concatenate(
+        [np.zeros(size, dtype=np.int32) if column is None else column for column, size in columns]
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,19 @@
 """The queue of all callers: which texts run next, the shortest first, and none waits for ever."""
 
+import asyncio
 import heapq
 from collections import deque
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 
 from bytetx.encode.request import Requests
+from bytetx.errors import InputError
 
 # A call that has had more tokens than this is no longer set back: bulk calls take turns.
 _MOST_SERVED_TOKENS = 1 << 16
@@ -45,28 +51,84 @@ class Piece:
         return self.num_taken == len(self.ends)
 
 
-@dataclass(slots=True, eq=False)
-class QueuedCall:
-    """One call's texts in the queue.
+class Receiver(Protocol):
+    """Takes the results of one call, in the engine's thread."""
 
-    priority: lower numbers run first.  served_tokens: of its texts that were taken for steps.
+    def put_rows(self, indices: np.ndarray, results: Sequence[Any]) -> None:
+        """Results of some texts; arrays among them are only lent."""
+        ...
+
+    def fail(self, index: int, error: InputError) -> None:
+        """A text that the device could not run, or whose numbers are not finite."""
+        ...
+
+
+@dataclass(eq=False)
+class OpenCall:
+    """A call that is not answered yet, with its texts in the queue.
+
+    task: a Task; the queue, which imports no torch, does not look at it.
+    priority: lower numbers run first.
+    keeps_errors: a text that cannot run is its receiver's; else its error ends the call.
+    num_calls: of callers, where several run as one.
+    num_reading, reading_tokens: texts that are being tokenised, and a guess of their tokens.
+    num_open, open_tokens: texts that were queued and have no result yet.
+    num_queued, queued_tokens: texts in `pieces`, which no step has.
+    served_tokens: of its texts that were taken for steps.
     entry: number of its entry in the heap; entries with other numbers are stale.
+    queue_seconds, compute_seconds: sums over num_computed texts.
+    failed: indices of texts without a result.
+    error: why the call ended early.
+    waiter: has its result once fewer than wakes_at tokens are open, and where wakes_after_reading
+    all announced texts are in the queue.
     """
 
+    task: Any
+    receiver: Receiver
     priority: int = 0
-    served_tokens: int = 0
+    keeps_errors: bool = False
+    num_calls: int = 1
+    num_reading: int = 0
+    reading_tokens: int = 0
+    num_open: int = 0
+    open_tokens: int = 0
     num_queued: int = 0
     queued_tokens: int = 0
+    served_tokens: int = 0
     is_dropped: bool = False
     pieces: deque[Piece] = field(default_factory=deque)
     entry: int = -1
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    num_computed: int = 0
+    failed: set[int] = field(default_factory=set)
+    error: BaseException | None = None
+    wakes_at: int = 0
+    wakes_after_reading: bool = False
+    waiter: "asyncio.Future[None] | None" = None
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for calls whose texts can be one part of a step."""
+        key: Hashable = self.task.key
+        return key
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `waiter` need not wait any more."""
+        if self.error is not None:
+            return True
+        if self.num_reading and self.wakes_after_reading:
+            return False
+        is_idle = not self.num_open and not self.num_reading
+        return is_idle or self.open_tokens + self.reading_tokens < self.wakes_at
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     """Texts start to stop of a piece, taken for a step."""
 
-    call: QueuedCall
+    call: OpenCall
     piece: Piece
     start: int
     stop: int
@@ -103,11 +165,11 @@ class RequestQueue:
 
     def __init__(self, *, age_limit_s: float):
         self._age_limit_s = age_limit_s
-        self._heaps: dict[int, list[tuple[int, int, QueuedCall]]] = {}
-        self._arrivals: deque[tuple[QueuedCall, Piece]] = deque()
+        self._heaps: dict[int, list[tuple[int, int, OpenCall]]] = {}
+        self._arrivals: deque[tuple[OpenCall, Piece]] = deque()
         self._numbers = count()
         self._num_stale = 0
-        self._passed_over: QueuedCall | None = None
+        self._passed_over: OpenCall | None = None
         self.num_queued = 0
         self.queued_tokens = 0
 
@@ -119,7 +181,7 @@ class RequestQueue:
         """Entries that the queue holds, stale ones among them."""
         return sum(map(len, self._heaps.values()))
 
-    def add(self, call: QueuedCall, requests: Requests, now: float) -> None:
+    def add(self, call: OpenCall, requests: Requests, now: float) -> None:
         """Queues texts of a call that was not dropped."""
         if not len(requests):
             return
@@ -132,7 +194,7 @@ class RequestQueue:
         if call.entry < 0:
             self._push(call)
 
-    def drop(self, call: QueuedCall) -> None:
+    def drop(self, call: OpenCall) -> None:
         """Forgets a call's texts that are in no step yet."""
         call.is_dropped = True
         self._count(call, -call.num_queued, -call.queued_tokens)
@@ -178,19 +240,19 @@ class RequestQueue:
         self._forget()
         return taken
 
-    def _count(self, call: QueuedCall, num_texts: int, num_tokens: int) -> None:
+    def _count(self, call: OpenCall, num_texts: int, num_tokens: int) -> None:
         call.num_queued += num_texts
         call.queued_tokens += num_tokens
         self.num_queued += num_texts
         self.queued_tokens += num_tokens
 
-    def _push(self, call: QueuedCall) -> None:
+    def _push(self, call: OpenCall) -> None:
         """Gives a call with texts its place by the rank of the next one."""
         call.entry = next(self._numbers)
         rank = _served(call) + call.pieces[0].next_tokens
         heapq.heappush(self._heaps.setdefault(call.priority, []), (rank, call.entry, call))
 
-    def _best(self, heap: list[tuple[int, int, QueuedCall]]) -> QueuedCall | None:
+    def _best(self, heap: list[tuple[int, int, OpenCall]]) -> OpenCall | None:
         """The call of lowest rank; stale entries before it go."""
         while heap and heap[0][1] != heap[0][2].entry:
             heapq.heappop(heap)
@@ -226,7 +288,7 @@ class RequestQueue:
             share, room = share - found.total_tokens, room - found.total_tokens
         return room
 
-    def _oldest(self) -> tuple[QueuedCall, Piece] | None:
+    def _oldest(self) -> tuple[OpenCall, Piece] | None:
         while self._arrivals:
             call, piece = self._arrivals[0]
             if not call.is_dropped and not piece.is_empty:
@@ -248,14 +310,14 @@ class RequestQueue:
 
     def _take_ranked(
         self,
-        heap: list[tuple[int, int, QueuedCall]],
+        heap: list[tuple[int, int, OpenCall]],
         taken: list[Taken],
         room: int,
         *,
         max_rank: int | None = None,
     ) -> int:
         """Takes texts of one class by their ranks. Returns the room that is left."""
-        passed_over: list[QueuedCall] = []
+        passed_over: list[OpenCall] = []
         least = room // _LEAST_SHARE
         while room > 0 and len(passed_over) < _MAX_PASSED_OVER:
             call = self._best(heap)
@@ -278,7 +340,7 @@ class RequestQueue:
             self._passed_over = passed_over[0]
         return room
 
-    def _take_texts(self, call: QueuedCall, piece: Piece, *, tokens: int) -> Taken:
+    def _take_texts(self, call: OpenCall, piece: Piece, *, tokens: int) -> Taken:
         """Takes texts of a piece, as many as have at most so many tokens; one at least."""
         start = piece.num_taken
         stop = int(np.searchsorted(piece.ends, piece.tokens_taken + tokens, side="right"))
@@ -317,5 +379,31 @@ class RequestQueue:
             self._num_stale, self._passed_over = 0, None
 
 
-def _served(call: QueuedCall) -> int:
+def _served(call: OpenCall) -> int:
     return min(call.served_tokens, _MOST_SERVED_TOKENS)
+
+
+def waiters_of(calls: Sequence[OpenCall]) -> "list[asyncio.Future[None]]":
+    """The waiters of calls that need not wait any more; under the lock."""
+    found = []
+    for call in calls:
+        waiter = call.waiter  # read once: a call that is cancelled takes it away without the lock
+        if waiter is not None and call.has_room:
+            found.append(waiter)
+    return found
+
+
+def wake(waiters: "Sequence[asyncio.Future[None]]") -> None:
+    """Sets the results of waiters: one call into each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for waiter in waiters:
+        by_loop.setdefault(waiter.get_loop(), []).append(waiter)
+    for loop, own in by_loop.items():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_set_results, own)
+
+
+def _set_results(waiters: "Sequence[asyncio.Future[None]]") -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)

@@ -1,4 +1,10 @@
-"""Step and Task: the input of one forward pass, and what a task computes from it."""
+"""Step and Task: the input of one forward pass, and what a task computes from it.
+
+Texts whose logits or vectors are not finite are errors of their own.  A task gives `ops.largest` of
+its logits or vectors as one more output of its step, from before anything that could hide them (a
+quantiser, a threshold, a top-k, an activation), so that it is computed on the device and leaves it
+with the results.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -8,30 +14,26 @@ import numpy as np
 import torch
 
 from bytetx.encode.request import Requests
+from bytetx.errors import NotFiniteError
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch
 
+R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
+@dataclass(slots=True, eq=False)
 class Step:
     """The requests of one forward pass and their packed tokens, in the same order.
 
+    _batch: or what packs it, where it may not be needed.
     prompt_tokens: int32 [batch_size] on the batch's device, tokens of the prompt at each start;
     None means 0 everywhere.
     """
 
-    __slots__ = ("_batch", "prompt_tokens", "requests")
-
-    def __init__(
-        self,
-        requests: Requests,
-        batch: PackedBatch | Callable[[], PackedBatch],
-        prompt_tokens: torch.Tensor | None,
-    ):
-        """batch: or what packs it, where it may not be needed."""
-        self.requests, self.prompt_tokens = requests, prompt_tokens
-        self._batch = batch
+    requests: Requests
+    _batch: PackedBatch | Callable[[], PackedBatch]
+    prompt_tokens: torch.Tensor | None
 
     @property
     def batch(self) -> PackedBatch:
@@ -53,16 +55,8 @@ class Capture:
     rows: Literal["sequences", "tokens"]
 
 
-class Task(Protocol[R_co]):
-    """A computation on a step, and the way from its outputs to each request's result."""
-
-    @property
-    def key(self) -> Hashable:
-        """Equal for two tasks of one model whose compute and finish do the same.
-
-        It may contain ids of objects that the task refers to.
-        """
-        ...
+class Computation(Protocol):
+    """The tensors that a forward pass computes from a step."""
 
     @property
     def capture(self) -> Capture | None:
@@ -77,10 +71,22 @@ class Task(Protocol[R_co]):
         """The forward pass and the head; tensors stay on the device, and nothing waits for it."""
         ...
 
+
+class Task(Computation, Protocol[R_co]):
+    """A computation on a step, and the way from its outputs to each request's result."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for two tasks of one model whose compute and finish do the same.
+
+        It may contain ids of objects that the task refers to.
+        """
+        ...
+
     def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
         """bool [num_requests]: whether the logits or vectors of each request are finite.
 
-        From compute's tensors on the host, as what `finite.largest` says of them.  The results of
+        From compute's tensors on the host, as what `ops.largest` says of them.  The results of
         other requests are not given to anybody.
         """
         ...
@@ -106,3 +112,46 @@ class HeadTask(Task[R_co], Protocol[R_co]):
 def is_head(task: Task[R_co]) -> TypeGuard[HeadTask[R_co]]:
     """Whether the task can share a forward pass with others."""
     return bool(getattr(task, "shares_pass", False))
+
+
+def are_finite(numbers: np.ndarray, num_rows: np.ndarray | None = None) -> np.ndarray:
+    """bool [num_texts]: whether all numbers of each text are finite.
+
+    numbers: of each row, [total_rows].  num_rows: int [num_texts], rows of each text, one after the
+    other; None means one each.
+    """
+    rows: np.ndarray = np.isfinite(numbers)
+    if num_rows is None:
+        return rows
+    texts = np.ones(len(num_rows), dtype=bool)
+    if not rows.all():
+        texts[np.repeat(np.arange(len(num_rows)), num_rows)[~rows]] = False
+    return texts
+
+
+def finish_finite(
+    task: Task[R], outputs: tuple[np.ndarray, ...], step: Step
+) -> tuple[np.ndarray, Sequence[R], list[int]]:
+    """The results of the texts whose numbers are finite.
+
+    Returns (indices of these texts, their results, indices of the others), from step.requests.
+    """
+    indices, is_finite = step.requests.indices, task.are_finite(outputs, step)
+    if is_finite.all():
+        return indices, task.finish(outputs, step), []
+    with np.errstate(all="ignore"):  # results that are not finite are dropped below
+        results = task.finish(outputs, step)
+    if isinstance(results, np.ndarray):
+        results = results[is_finite]
+    else:
+        results = [results[text] for text in np.flatnonzero(is_finite).tolist()]
+    return indices[is_finite], results, indices[~is_finite].tolist()
+
+
+def not_finite_error(index: int) -> NotFiniteError:
+    """index: of the text in its call."""
+    return NotFiniteError(
+        f"text {index} gave numbers that are not finite (NaN or infinity), so it has no result; "
+        "other texts are not affected: load the model in a dtype of wider range (bfloat16 or "
+        "float32), or check the checkpoint's weights"
+    )

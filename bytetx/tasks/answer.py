@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_not_negative, check_positive, check_top_k
-from bytetx.encode.finite import are_finite
 from bytetx.encode.request import Alignment
-from bytetx.encode.step import Capture, Step
+from bytetx.encode.step import Capture, Step, are_finite
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest

@@ -66,6 +66,14 @@ class ListSink(Generic[T]):
     def fail(self, index: int, error: InputError) -> None:
         self._errors[index] = error
 
+    def take(self, start: int, num_texts: int) -> list[Any]:
+        """Results and errors of consecutive texts, once all of them are there; it forgets them."""
+        some = range(start, start + num_texts)
+        return [
+            self._errors.pop(index) if index in self._errors else self._items.pop(index)
+            for index in some
+        ]
+
     def result(self, num_texts: int, stats: RunStats) -> T:
         self._items.update(self._errors)
         items = [self._items[index] for index in range(num_texts)]

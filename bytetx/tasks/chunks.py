@@ -1,24 +1,21 @@
 """Texts longer than the model: one result from those of their chunks."""
 
-from collections.abc import Callable, Generator, Hashable
-from contextlib import closing
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from bytetx.checkpoint.tokenizer import Tokenizer
-from bytetx.encode.finite import not_finite_error
-from bytetx.encode.pipeline import Finished
-from bytetx.encode.request import Failure, RunCounter
-from bytetx.encode.step import Capture, Step, Task, is_head
-from bytetx.errors import NotFiniteError, OptionError, shown
+from bytetx.encode.request import Requests
+from bytetx.encode.step import Capture, Step, Task, is_head, not_finite_error
+from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.transformer import Transformer
 from bytetx.requests.inputs import InputReader
+from bytetx.tasks.call import Sink
 
 R = TypeVar("R")
-S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,58 +55,46 @@ class ChunkTask(Generic[R]):
         return list(zip(numbers, results, strict=True))
 
 
-def merge_parts(
-    index: int, parts: list[tuple[int, R]], merge: Callable[[list[R]], S]
-) -> S | NotFiniteError:
-    """merge(results of a text's chunks, in order), or why the text has no result.
+class ChunkSink:
+    """Makes one result of those of a text's chunks, as soon as all are there."""
 
-    index: of the text.  parts: (the chunk's number, its result), in any order.
-    """
-    whole = merge([result for _, result in sorted(parts, key=lambda part: part[0])])
-    if isinstance(whole, np.ndarray) and not np.isfinite(whole).all():  # in half floats
-        return not_finite_error(index)
-    return whole
+    def __init__(self, sink: Sink[Any], merge: Callable[[list[Any]], Any], *, keeps_errors: bool):
+        """keeps_errors: a text that has no result is the sink's; else its error is raised."""
+        self._sink, self._merge, self._keeps_errors = sink, merge, keeps_errors
+        self._num_chunks: dict[int, int] = {}
+        self._chunks: dict[int, list[tuple[int, Any]]] = {}
+        self.failed: set[int] = set()  # texts
 
+    def expect(self, requests: Requests) -> None:
+        """Texts, by their chunks, before any of these runs."""
+        indices, counts = np.unique(requests.indices, return_counts=True)
+        self._num_chunks.update(zip(indices.tolist(), counts.tolist(), strict=True))
 
-def merge_chunks(
-    finished: Generator[Finished[tuple[int, R]], None, None],
-    merge: Callable[[list[R]], S],
-    *,
-    counter: RunCounter,
-    keeps_errors: bool,
-) -> Generator[Finished[S], None, None]:
-    """One step a window, with one result a text, by merge_parts.
-
-    A text of which a chunk failed is a failure.  counter, keeps_errors: as of pipeline.run.
-    """
-    parts: dict[int, list[tuple[int, R]]] = {}
-    failures: dict[int, Failure] = {}
-    with closing(finished):
-        for step in finished:
-            for index, part in zip(step.indices.tolist(), step.results, strict=True):
-                parts.setdefault(index, []).append(part)
-            failures |= {failure.index: failure for failure in step.failures}
-            if not step.is_last:
+    def put_rows(self, indices: np.ndarray, results: Sequence[tuple[int, Any]]) -> None:
+        for index, chunk in zip(indices.tolist(), results, strict=True):
+            if index not in self._num_chunks:  # another chunk of its text failed
                 continue
-            indices = sorted(parts.keys() - failures.keys())
-            results: dict[int, S] = {}
-            for index in indices:
-                whole = merge_parts(index, parts[index], merge)
-                if not isinstance(whole, NotFiniteError):
-                    results[index] = whole
-                elif keeps_errors:
-                    failures[index] = Failure(index, whole)
-                else:
-                    raise whole
-            counter.add_failures(failures)
-            yield Finished(
-                step.window,
-                np.array(list(results), dtype=np.int64),
-                list(results.values()),
-                is_last=True,
-                failures=[failures[index] for index in sorted(failures)],
-            )
-            parts, failures = {}, {}
+            chunks = self._chunks.setdefault(index, [])
+            chunks.append(chunk)
+            if len(chunks) == self._num_chunks[index]:
+                self._put(index, [result for _, result in sorted(chunks, key=lambda one: one[0])])
+
+    def _put(self, index: int, results: list[Any]) -> None:
+        whole = self._merge(results)
+        if isinstance(whole, np.ndarray) and not np.isfinite(whole).all():  # in half floats
+            error = not_finite_error(index)
+            if not self._keeps_errors:
+                raise error
+            self.fail(index, error)
+            return
+        del self._num_chunks[index], self._chunks[index]
+        self._sink.put_rows(np.array([index]), [whole])
+
+    def fail(self, index: int, error: InputError) -> None:
+        if self._num_chunks.pop(index, None) is not None:
+            self._chunks.pop(index, None)
+            self.failed.add(index)
+            self._sink.fail(index, error)
 
 
 def set_chunks(reader: InputReader, tokenizer: Tokenizer, *, stride: int) -> None:

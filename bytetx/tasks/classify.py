@@ -9,8 +9,7 @@ import torch
 
 from bytetx.arguments import check_top_k
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.encode.finite import are_finite
-from bytetx.encode.step import Capture, Step, Task
+from bytetx.encode.step import Capture, Step, Task, are_finite
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest

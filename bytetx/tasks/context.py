@@ -35,14 +35,8 @@ class TaskContext:
     def __init__(self, checkpoint: LoadedCheckpoint):
         self.checkpoint = checkpoint
         self.tokenizer: Tokenizer | None = checkpoint.tokenizer
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.checkpoint.spec
-
-    @property
-    def heads(self) -> Heads:
-        return self.checkpoint.heads
+        self.spec: ModelSpec = checkpoint.spec
+        self.heads: Heads = checkpoint.heads
 
     def cutting_left(self) -> "TaskContext":
         """The same for texts and pairs that lose their beginning where they are truncated."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 
 from bytetx.arguments import check_dimensions, chosen_modes
-from bytetx.encode.finite import are_finite
 from bytetx.encode.request import RunStats
-from bytetx.encode.step import Capture, Step, Task
+from bytetx.encode.step import Capture, Step, Task, are_finite
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize
 from bytetx.nn.transformer import Transformer
@@ -192,9 +191,7 @@ def embed(context: TaskContext, texts: Texts, options: EmbedOptions) -> Call[Emb
     if quantizer is not None and by_all is None:
         size, dtype = quantizer.size(size), quantizer.dtype
 
-    def new_sink(num_texts: int | None) -> VectorSink:
-        return VectorSink(size, num_texts=num_texts, dtype=dtype, precision=by_all)
-
+    new_sink = partial(VectorSink, size=size, dtype=dtype, precision=by_all)
     # The rows of one array; numpy's types do not say that it is a sequence of them.
     rows = cast("Task[np.ndarray]", replace(vectors, quantizer=None) if reader.cuts else vectors)
     why_no_stream = None
@@ -297,9 +294,9 @@ class VectorSink:
 
     def __init__(
         self,
-        size: int,
-        *,
         num_texts: int | None,
+        *,
+        size: int,
         dtype: np.dtype | None = None,
         precision: str | None = None,
     ):

@@ -8,9 +8,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from bytetx.encode.finite import are_finite
 from bytetx.encode.request import Alignment, Requests, Span
-from bytetx.encode.step import Step, Task
+from bytetx.encode.step import Step, Task, are_finite
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.transformer import Transformer
 from bytetx.requests.spans import SpanReader

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_positive
-from bytetx.encode.finite import are_finite
-from bytetx.encode.step import Capture, Step, Task
+from bytetx.encode.step import Capture, Step, Task, are_finite
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.loading import NO_LIMIT
 from bytetx.nn.sentence_modules import AutoEncoder

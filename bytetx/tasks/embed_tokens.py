@@ -10,8 +10,7 @@ import torch
 
 from bytetx.arguments import check_text
 from bytetx.checkpoint.multi_vector import MultiVectorSpec, QueryExpansion, TokenPoolingSpec
-from bytetx.encode.finite import are_finite
-from bytetx.encode.step import Capture, Step
+from bytetx.encode.step import Capture, Step, are_finite
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.sentence_modules import Normalize
 from bytetx.nn.transformer import Transformer

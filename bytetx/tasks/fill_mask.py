@@ -10,8 +10,7 @@ import torch
 
 from bytetx.arguments import check_names, check_top_k, text_fault
 from bytetx.checkpoint.tokenizer import Tokenizer
-from bytetx.encode.finite import are_finite
-from bytetx.encode.step import Step
+from bytetx.encode.step import Step, are_finite
 from bytetx.errors import InputError, shown
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.transformer import Transformer

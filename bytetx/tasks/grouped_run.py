@@ -10,15 +10,15 @@ import numpy as np
 from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.request import RunStats, Window
 from bytetx.errors import InputError, QueueFullError
+from bytetx.tasks.async_run import AsyncRun
 from bytetx.tasks.call import Call
-from bytetx.tasks.call_run import CallRun
 from bytetx.tasks.embed import VectorSink
 from bytetx.tasks.futures import as_it_is, forward
 from bytetx.tasks.reading_pool import ReadingPool
 from bytetx.tasks.results import Embeddings
 
 
-class GroupedRun(CallRun[Embeddings]):
+class GroupedRun(AsyncRun[Embeddings]):
     """Their texts are read and queued together; each call is answered once its own texts are done.
 
     A call that fails with the others runs again alone, and has the error that it has there.
@@ -32,7 +32,6 @@ class GroupedRun(CallRun[Embeddings]):
         *,
         alone: Callable[[int], Coroutine[Any, Any, Embeddings]],
         sizes: Sequence[int],
-        token_budget: int,
         max_window_texts: int,
     ):
         """call: of the texts of all calls, one after the other, with on_error="return".
@@ -43,7 +42,6 @@ class GroupedRun(CallRun[Embeddings]):
             call,
             engine,
             pool,
-            token_budget=token_budget,
             max_window_texts=max_window_texts,
             priority=0,
         )
@@ -102,12 +100,12 @@ class GroupedRun(CallRun[Embeddings]):
         self._deliver(np.unique(owners[self._num_left[owners] == 0]).tolist())
 
     def put_rows(self, indices: np.ndarray, results: Sequence[Any]) -> None:
-        self._sink.put_rows(indices, results)
+        self.sink.put_rows(indices, results)
         self.count(indices)
 
     def _deliver(self, numbers: Sequence[int]) -> None:
         computed = max(self.open.num_computed, 1)
-        vectors = cast(VectorSink, self._sink).rows
+        vectors = cast(VectorSink, self.sink).rows
         for number in numbers:
             answer = self.answers[number]
             if answer.done():
@@ -120,7 +118,7 @@ class GroupedRun(CallRun[Embeddings]):
                 num_texts=stop - start,
                 num_tokens=int(self._num_tokens[number]),
                 num_truncated=int(self._num_truncated[number]),
-                seconds=self._counter.seconds(),
+                seconds=self.counter.seconds(),
                 tokenize_seconds=self._tokenize_seconds,
                 queue_seconds=self.open.queue_seconds / computed,
                 compute_seconds=self.open.compute_seconds / computed,

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from bytetx.arguments import chosen_layers
-from bytetx.encode.finite import are_finite
-from bytetx.encode.step import Step
+from bytetx.encode.step import Step, are_finite
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
 from bytetx.tasks.call import Call, list_sink

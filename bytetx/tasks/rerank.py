@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_iterable, check_text, check_top_k, text_fault
-from bytetx.encode.finite import are_finite
-from bytetx.encode.step import Capture, Step
+from bytetx.encode.step import Capture, Step, are_finite
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.heads import LmHead
 from bytetx.nn.sentence_modules import activation_by_name

@@ -7,8 +7,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from bytetx.encode.finite import are_finite
-from bytetx.encode.step import Step
+from bytetx.encode.step import Step, are_finite
 from bytetx.nn.heads import LmHead
 from bytetx.nn.transformer import Transformer
 from bytetx.tasks.call import Call, list_sink

@@ -10,9 +10,8 @@ import torch
 
 from bytetx.arguments import check_names
 from bytetx.checkpoint.tokenizer import Tokenizer
-from bytetx.encode.finite import are_finite
 from bytetx.encode.request import Alignment
-from bytetx.encode.step import Capture, Step
+from bytetx.encode.step import Capture, Step, are_finite
 from bytetx.errors import OptionError, shown
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer

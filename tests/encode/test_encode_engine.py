@@ -14,8 +14,8 @@ import torch
 
 from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.model_runner import Launched, Runner
-from bytetx.encode.open_call import OpenCall
 from bytetx.encode.request import Requests
+from bytetx.encode.request_queue import OpenCall
 from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import (
     ClosedError,

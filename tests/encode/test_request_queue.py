@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytetx.encode.request import Requests
-from bytetx.encode.request_queue import QueuedCall, RequestQueue, Taken
+from bytetx.encode.request_queue import OpenCall, RequestQueue, Taken
 
 AGE_LIMIT_S = 10.0
 
 
-class Call(QueuedCall):
-    """One that a test can hold weakly."""
+def new_call(priority: int = 0) -> OpenCall:
+    """One that never runs."""
+    return OpenCall(None, None, priority=priority)
 
 
 def requests(seqlens: Sequence[int], *, first_index: int = 0) -> Requests:
@@ -40,9 +41,9 @@ def add(
     *seqlens: int,
     priority: int = 0,
     now: float = 0.0,
-    call: QueuedCall | None = None,
-) -> QueuedCall:
-    call = QueuedCall(priority) if call is None else call
+    call: OpenCall | None = None,
+) -> OpenCall:
+    call = new_call(priority) if call is None else call
     queue.add(call, requests(seqlens), now)
     return call
 
@@ -177,7 +178,7 @@ def test_nothing_starves_under_short_texts_of_a_better_class() -> None:
 def test_dropped_calls_leave_nothing() -> None:
     queue = new_queue()
     kept = add(queue, 10)
-    calls = [add(queue, 5, 6, 7, call=Call()) for _ in range(5000)]
+    calls = [add(queue, 5, 6, 7, call=new_call()) for _ in range(5000)]
     refs = [weakref.ref(call) for call in calls]
     for call in calls:
         queue.drop(call)
@@ -229,7 +230,7 @@ def test_every_text_is_taken_once_in_bounded_steps(
     calls: list[tuple[list[int], int]], budget: int, dropped: set[int]
 ) -> None:
     queue = new_queue(age_limit_s=3.0)
-    queued: dict[QueuedCall, list[int]] = {}
+    queued: dict[OpenCall, list[int]] = {}
     for number, (seqlens, priority) in enumerate(calls):
         call = add(queue, *seqlens, priority=priority, now=float(number % 3))
         if number in dropped:

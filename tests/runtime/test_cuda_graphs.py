@@ -138,9 +138,9 @@ def test_launching_never_waits_for_the_gpu(
         run(texts)
     launch, launched = model._runner.launch, []
 
-    def watched(requests: object, task: object) -> object:
+    def watched(requests: object, task: object, **options: object) -> object:
         with no_waiting():
-            launched.append(launch(requests, task))
+            launched.append(launch(requests, task, **options))
         return launched[-1]
 
     monkeypatch.setattr(model._runner, "launch", watched)
