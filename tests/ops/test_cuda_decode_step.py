@@ -133,7 +133,7 @@ LENGTHS = [1, 2, 17, 64, 65, 66, 500, 1100, 4000, MOST_KEYS]
 def test_it_is_as_exact_as_torch(weights: StepWeights, num_keys: int, has_norms: bool) -> None:
     """Twice torch's error in bf16 at most; the new keys and values, too; nothing else changes."""
     if not has_norms:
-        bare = (replace(layer, q_norm=None, k_norm=None) for layer in weights.layers)
+        bare = (layer._replace(q_norm=None, k_norm=None) for layer in weights.layers)
         weights = replace(weights, layers=tuple(bare))
     case, workspace = Case(num_keys), make_workspace(weights)
     for layer in weights.layers:
@@ -177,10 +177,10 @@ def test_graphs_give_the_same_bits_every_time(weights: StepWeights) -> None:
 
 def test_other_sizes_have_no_kernel(weights: StepWeights) -> None:
     first = weights.layers[0]
-    wide = replace(first, ffn_in=random(2 * 4096, HIDDEN), ffn_out=random(HIDDEN, 4096))
+    wide = first._replace(ffn_in=random(2 * 4096, HIDDEN), ffn_out=random(HIDDEN, 4096))
     assert replace(weights, layers=(wide,)).workspace_bytes == 0
     assert replace(weights, layers=(first, wide)).workspace_bytes == 0
-    half = replace(first, qkv=first.qkv.half())
+    half = first._replace(qkv=first.qkv.half())
     assert replace(weights, layers=(half,)).workspace_bytes == 0
     assert replace(weights, layers=(first,) * 65).workspace_bytes == 0
 
