@@ -16,7 +16,7 @@ struct Bf16LinearParams {
                          // of 32 outputs behind one another, n and k filled up with zeros
     const void* bias;    // [n], bf16, or null for none
     void* d;             // [m, n], bf16
-    void* workspace;     // of bf16_linear_workspace_bytes, 64-byte aligned
+    void* workspace;     // bf16_linear_workspace_bytes long, 64-byte aligned
     int64_t workspace_bytes;
     int64_t m;
     int64_t n;

@@ -20,7 +20,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "contract_fields.h"  // of the build: Fields<Params>, see contract.py
+#include "contract_fields.h"  // made by the build: Fields<Params>, see contract.py
 #include "ops.h"
 
 namespace py = pybind11;
@@ -258,7 +258,7 @@ class ArgumentNames {
 
     std::string op_;
     std::array<PyObject*, size> expected_;
-    std::array<size_t, size> places_{};  // of known_
+    std::array<size_t, size> places_{};  // fields of the names in known_
     PyObject* known_ = nullptr;          // owned, so that its address stays its own
 };
 

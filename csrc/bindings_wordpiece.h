@@ -36,7 +36,7 @@ class WordPiece {
         characters_ = std::move(table);
     }
 
-    // What single characters become: (kind, UTF-8) of each normalized one, None: refused.
+    // Result of one character: (kind, UTF-8) of each normalized one, None: refused.
     using Learned = std::optional<std::vector<std::pair<int, std::string>>>;
 
     void learn(const std::vector<std::pair<uint32_t, Learned>>& characters) {
@@ -62,8 +62,8 @@ class WordPiece {
                      const py::object& find_characters) {
         const auto kept = py::tuple(texts);  // the strings live while other threads run
         cpu::WordPieceRun run(model_, views_of(kept), max_tokens);
-        // What a pass does not know is learnt for the next one; a character that is still not known
-        // then was not given by find_characters, and its text stays unread.
+        // A pass's unknown characters are learnt for the next one; a character that is still not
+        // known then was not given by find_characters, and its text stays unread.
         constexpr int kPasses = 4;
         for (int pass = 0; pass < kPasses; ++pass) {
             const std::shared_ptr<const cpu::CharacterTable> table = characters_;

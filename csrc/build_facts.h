@@ -1,4 +1,4 @@
-// What setup.py knew when it compiled a module.
+// Facts that setup.py knew when it compiled a module.
 #pragma once
 
 namespace bytetx {

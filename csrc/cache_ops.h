@@ -152,7 +152,7 @@ struct PlannedPagedAttentionParams {
     float softmax_scale;
     float softcap;  // 0: none
     DType dtype;
-    int32_t early_read;  // what may be read before the preceding kernel has ended (PDL)
+    int32_t early_read;  // reads allowed before the preceding kernel has ended (PDL)
 };
 int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p);
 void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch& launch);

@@ -60,7 +60,7 @@ struct GemmSumParams {
     NormParams norm;      // x is not used; residual, weight as there; total_tokens: rows summed
     const void* bias;     // [n], or null for none
     PeerMemory peers;
-    RowOffsets row_offsets;  // of gemm_reduce_scatter; the others have all rows: 0, ..., 0, m
+    RowOffsets row_offsets;  // for gemm_reduce_scatter; the others have all rows: 0, ..., 0, m
     bool is_rms;
     // gemm_reduce_scatter: the tiles of this rank's rows add the other ranks' partial sums, instead
     // of a kernel after the GEMM. The order is then: this rank's product with the bias, the

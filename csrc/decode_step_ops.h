@@ -37,7 +37,7 @@ struct DecodeStepParams {
     const int32_t* kv_seqlens;    // [1], the new token among them
     const int32_t* slot_mapping;  // [1]; -1: nowhere
     const int32_t* page_table;    // [pages of the sequence]
-    void* workspace;              // of zeros before the first call; calls run one after another
+    void* workspace;              // zeros before the first call; calls run one after another
     int32_t page_size;            // a power of two
     int32_t one_cta_keys;         // up to so many earlier keys, one CTA has all of a KV head
     int32_t num_layers;

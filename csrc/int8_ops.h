@@ -18,7 +18,7 @@ struct Int8LinearParams {
     const float* weight_sum;    // as weight_scale: weight_scale times the sum of an output's w
     const float* bias;          // as weight_scale, zeros where the layer has none
     void* d;                    // [m, n], dtype
-    void* workspace;            // of int8_linear_workspace_bytes, 64-byte aligned
+    void* workspace;            // int8_linear_workspace_bytes long, 64-byte aligned
     int64_t workspace_bytes;
     int64_t m;
     int64_t n;

@@ -19,7 +19,7 @@ struct MaxsimOfOneParams {
     int32_t size;                 // 32, 64, 96 or 128
     int64_t num_documents;
     float divisor;
-    float empty_score;  // of a document without vectors
+    float empty_score;  // score of a document without vectors
     DType dtype;        // f16 or bf16
 };
 

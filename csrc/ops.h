@@ -173,7 +173,7 @@ struct Fp8LinearParams {
     int64_t k;  // a multiple of 16
     Activation activation;
     bool is_d_fp8;
-    float d_scale;   // what is beyond 448 of it is cut off
+    float d_scale;   // numbers beyond 448 of it are cut off
     int32_t tiling;  // an index into fp8_linear_tilings()
     DType dtype;     // f16 or bf16
 };

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "bytetx"
+CSRC = PACKAGE.parent / "csrc"
 FOLDERS = (
     "checkpoint",
     "cli",
@@ -53,4 +54,17 @@ def test_no_trailing_comment_begins_with_of() -> None:
                 is_trailing = token.line[: token.start[1]].strip() != ""
                 if token.type == tokenize.COMMENT and is_trailing and token.string[:5] == "# of ":
                     found.append(f"{path.relative_to(PACKAGE)}:{token.start[0]}: {token.string}")
+    assert found == []
+
+
+def test_no_native_comment_begins_with_of_or_what() -> None:
+    """A comment on its own lines may go on with either word, in lower case; one behind code not."""
+    fragment = re.compile(r"^\s*//+ ?(Of|What)\b|\S.*//+ ?(of|what|Of|What)\b")
+    found = [
+        f"{path.relative_to(CSRC)}:{number}: {line.strip()[:80]}"
+        for path in sorted(CSRC.rglob("*"))
+        if path.suffix in {".cpp", ".h", ".cu", ".cuh"}
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if fragment.search(line)
+    ]
     assert found == []

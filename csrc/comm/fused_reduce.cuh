@@ -60,7 +60,7 @@ template <typename C>
 struct FusedReduceEpilogue : ScatterEpilogue<C> {
     struct Inputs : ScatterInputs {
         CUtensorMap residual_map;   // {n, own rows}
-        CUtensorMap parts_maps[2];  // of even and of odd calls: {n, own rows, size}
+        CUtensorMap parts_maps[2];  // for even and for odd calls: {n, own rows, size}
     };
     struct Smem : SwizzledInput<C> {};
     using Scatter = ScatterEpilogue<C>;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void fetch_parts(const K& k) {
                 comm::wait_for(peers, source,
                                counter_at(peers, peers.rank, Counted::tiles, epoch, source, number),
                                p.tiles_n);
-                comm::fence_proxies();  // what follows are bulk copies
+                comm::fence_proxies();  // bulk copies follow
             }
             EmptyBarrier::wait(&s.input_empty, phase);  // pairs with release_input()
             FullBarrier::arrive_and_expect(full, sizeof(s.input));

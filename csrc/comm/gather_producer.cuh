@@ -13,7 +13,7 @@ namespace bytetx::gemm {
 
 using comm::Counted;
 
-constexpr int kChunkBytes = 8192;  // of one bulk copy
+constexpr int kChunkBytes = 8192;  // bytes per bulk copy
 constexpr int kChunksInFlight = 3;
 constexpr int kPieceRows = 128;  // rows that are counted together, from the owner's first on
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void wait_for_rows(const GatherInputs& p, uint32_t ep
                 chunks_of(p, rows));
         }
     }
-    comm::fence_proxies();  // what follows are loads by TMA
+    comm::fence_proxies();  // loads by TMA follow
 }
 
 template <typename C, typename K>
@@ -157,7 +157,7 @@ __device__ __forceinline__ uint32_t* counter_of(const GatherInputs& p, const Chu
     return comm::counter_at(p.peers, c.peer, Counted::pieces, epoch, p.peers.rank, c.piece(p));
 }
 
-// Of a chunk that has been written; pairs with wait_for_rows().
+// Counts a chunk that has been written; pairs with wait_for_rows().
 __device__ __forceinline__ void count_chunk(const GatherInputs& p, const Chunk& c, uint32_t epoch) {
     comm::add_release(counter_of(p, c, epoch), 1);
 }

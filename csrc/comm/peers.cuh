@@ -31,7 +31,7 @@ constexpr int kSumStarted = kMaxPeers;   // [source] its last sum that has begun
 constexpr int kBarrier = 2 * kMaxPeers;  // [source] its last call that copies rows
 constexpr int kArrived = 3 * kMaxPeers;  // [source] its last such call whose copies have arrived
 constexpr int kCounters = 4 * kMaxPeers;
-constexpr int kNumKinds = 2;     // of counters: gathered pieces, tiles of partial sums
+constexpr int kNumKinds = 2;     // kinds of counters: gathered pieces, tiles of partial sums
 constexpr int kStaging = 32768;  // behind the counters: the staging buffer
 // Words of `epochs`. Epoch: the last call that has ended. Ticket: CTAs of this call that have ended
 // or asked for work. kSumTiles: counters of each source that the last sum used.
@@ -41,7 +41,7 @@ enum EpochWord : int {
     kSumEpoch = 2,
     kSumTicket = 3,
     kSumTiles = 4,
-    kCopyEpoch = 9,   // of calls that copy rows: the last that has begun
+    kCopyEpoch = 9,   // last call that copies rows and has begun
     kRowTicket = 10,  // rows that CTAs of sums from the staging buffer have taken, in all calls
     kRowsTaken = 11,  // the same, in all calls that have ended
     // With two exchanges: units and rows that were taken, and CTAs that take no more.

@@ -16,7 +16,7 @@ using comm::Counted;
 
 struct ScatterInputs : LinearInputs {  // residual: partial
     comm::Peers peers;
-    int offsets[kMaxPeers + 1];  // of the ranks' rows
+    int offsets[kMaxPeers + 1];  // offsets of the ranks' rows
     bool to_all_ranks;           // every rank sums every row
 };
 
@@ -104,7 +104,7 @@ struct ScatterEpilogue : LinearEpilogue<C, ActivationForm::linear, false> {
             comm::fence_system();
             const int end = min(this->m + C::kTileM, this->p.m);
             for (int row = this->m; row < end;) {
-                int last = end;  // of the rows of the same readers
+                int last = end;  // end of the rows of the same readers
                 each_reader(row, [&](int reader, int first, int count) {
                     const int tile = this->m / C::kTileM - first / C::kTileM;
                     comm::add_relaxed(

@@ -26,7 +26,7 @@ RasterOrder fill_scatter_params(const GemmSumParams& o, bool to_all_ranks, P& p)
     return {next / kRows % p.tiles_m, raster_rows(p.tiles_m, peers.size)};
 }
 
-// Of rows [first, last).
+// Shape of the sum of rows [first, last).
 template <typename C>
 comm::SumShape sum_shape(const Problem& p, int first, int last) {
     const int first_tile = first / C::kTileM;

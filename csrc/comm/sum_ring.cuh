@@ -26,7 +26,7 @@ constexpr int kRingThreads = Tiling::kCtaThreads + kWarpSize;
 
 struct RingSumParams : SumParams {
     int num_slots,
-        slot_bytes;  // of the ring: a row of one array for each row that a CTA sums at once
+        slot_bytes;  // ring slots: a row of one array for each row that a CTA sums at once
 };
 
 struct Ring {

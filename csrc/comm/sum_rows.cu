@@ -93,7 +93,7 @@ __device__ __forceinline__ void fetch_rows(const GroupedSumParams& p, const Ring
             fetcher.fetch(p.norm.residual, rows.first, rows.count);
         }
         wait_for_tiles(p, epoch, rows);
-        fence_proxies();  // what follows are bulk copies
+        fence_proxies();  // bulk copies follow
         if (rows.is_summed) {
             fetcher.fetch(p.norm.sum_out, rows.first, rows.count);
             continue;

@@ -10,7 +10,7 @@ namespace bytetx::comm {
 // Rows of this rank and the tiles in which they arrive, unless they are in the staging buffer.
 struct SumShape {
     const void* parts = nullptr;        // all ranks' parts, complete; or null: in slots
-    int first_row = 0, num_rows = 0;    // of all rows
+    int first_row = 0, num_rows = 0;    // range among all rows
     int first_tile = 0, num_tiles = 0;  // that contain these rows, counted from row 0
     int tile_rows = 1;
     int count_of_tile = 0;  // total that a source counts for one of them

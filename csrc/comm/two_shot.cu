@@ -26,7 +26,7 @@ namespace {
 
 constexpr int kSendThreads = 512;
 constexpr int kInFlight = 8;                       // vectors of a thread
-constexpr int kPieceVecs = kInFlight * kWarpSize;  // of a row, that a warp sends at once
+constexpr int kPieceVecs = kInFlight * kWarpSize;  // vectors of a row that a warp sends at once
 
 // A row of one of the `count` ranks after this one (all of them: this rank last), in the order in
 // which rows become complete: the first row of each rank, then the second.

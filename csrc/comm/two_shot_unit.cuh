@@ -6,13 +6,13 @@
 
 namespace bytetx::comm {
 
-constexpr int kUnitVecs = 64;  // of a row, that a warp sums at once
+constexpr int kUnitVecs = 64;  // vectors of a row that a warp sums at once
 using UnitTiling = RowTiling<kWarpSize, 1, kUnitVecs / kWarpSize>;
 constexpr int kTogether = 4;  // ranks' parts that are read together
 
 struct TwoShotParams : SumParams {
     const void* own_part;  // [m, n], or null where it is in the staging buffer as well
-    int rows_of_owner;     // of each owner but the last ones
+    int rows_of_owner;     // rows of each owner but the last ones
     bool has_roles;        // half of the SMs sum and send before they normalize
 };
 
@@ -98,7 +98,7 @@ class Unit {
         __syncwarp();
     }
 
-    // Of ranks from `base` on.
+    // Adds the parts of up to kTogether ranks from `base` on.
     __device__ __forceinline__ void add_parts(int base) {
         Words parts[kTogether];
         bool is_whole[kTogether];

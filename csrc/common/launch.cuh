@@ -57,7 +57,7 @@ void allow_smem_once(int bytes) {
     is_allowed.fetch_or(bit, std::memory_order_release);
 }
 
-// Of the current device.
+// Number of SMs of the current device.
 inline int num_sms() {
     int device, count;
     BYTETX_CUDA_CHECK(cudaGetDevice(&device));

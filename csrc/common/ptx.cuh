@@ -69,7 +69,7 @@ __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::);
 }
 
-// What threads wrote to shared memory is what wgmma and copies read from here on.
+// From here on wgmma and copies read what threads wrote to shared memory.
 __device__ __forceinline__ void fence_async_reads() {
     asm volatile("fence.proxy.async.shared::cta;" ::);
 }

@@ -1,4 +1,4 @@
-// What pipelines of a producer and its consumers are made of.
+// Barriers and indices for pipelines of a producer and its consumers.
 #pragma once
 
 namespace bytetx {

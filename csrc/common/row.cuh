@@ -1,4 +1,4 @@
-// What kernels that work row by row share: 16-byte accesses, conversion through f32, row sums.
+// Shared by kernels that work row by row: 16-byte accesses, conversion through f32, row sums.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -35,7 +35,7 @@ constexpr int kWarpsPerCta = 4;      // where a warp owns a row
 constexpr int kCtaThreads = 256;     // where a CTA owns a row
 constexpr int kWarpFeatures = 1024;  // 32 f32 registers a thread; above, a CTA hides latency better
 
-// Of h = a row: layer (h - mean) / sqrt(var + eps), rms h / sqrt(mean(h^2) + eps), none h.
+// Norm of a row h: layer (h - mean) / sqrt(var + eps), rms h / sqrt(mean(h^2) + eps), none h.
 enum class RowNorm { layer, rms, none };
 
 // One thread's share of a row, in f32: vector lane + i * kThreadsPerRow of the row is its i-th.
@@ -173,7 +173,7 @@ __device__ __forceinline__ float centre_row(RowRegisters<T, Tiling>& h, int lane
     return rsqrtf(fmaf(sum_row<Tiling>(squares), inverse_size, eps));
 }
 
-constexpr float kFp8Max = 448.0f;           // of E4M3
+constexpr float kFp8Max = 448.0f;           // largest number in E4M3
 constexpr float kSmallestAmax = 0x1p-100f;  // its inverse and its scale are normal f32
 
 // E4M3 of a row that was rounded to T: q = e4m3(row * (448 / amax)), scale = amax / 448.

@@ -1,5 +1,5 @@
-// What the attention launchers (attention.cpp, paged_attention.cpp) and the kernels of each
-// instruction set share.
+// Shared by the attention launchers (attention.cpp, paged_attention.cpp) and the kernels of each
+// instruction set.
 #pragma once
 
 #include <cstdint>
@@ -32,9 +32,9 @@ struct AttentionInput {
     int64_t v_stride;
     int64_t out_stride;
     float softmax_scale;
-    float softcap;              // of scaled scores, 0: none
+    float softcap;              // cap of scaled scores, 0: none
     const float* alibi_slopes;  // [num_heads], or null for none
-    const void* pos_k;          // of disentangled attention, as are pos_q and buckets; null: none
+    const void* pos_k;          // disentangled attention's, as are pos_q and buckets; null: none
     const void* pos_q;          // [num_buckets, num_heads, head_dim], as pos_k
     const int32_t* buckets;     // [2 * relative_bias_span - 1], or null: no disentangled attention
 

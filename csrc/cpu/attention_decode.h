@@ -32,7 +32,7 @@ using bytetx::cpu::DecodeItem;
 using bytetx::cpu::kMaxTileQueries;
 
 constexpr int kBlockKeys = 64;                 // in f32 at d = 128, 32 KiB of k and of v
-constexpr int kDecodeHeads = kMaxTileQueries;  // of a group at once; larger groups take turns
+constexpr int kDecodeHeads = kMaxTileQueries;  // heads of a group at once; larger groups take turns
 
 // Buffers of one item in the thread's scratch; rows of `stride` words, a row a head.
 struct DecodeState {
@@ -73,7 +73,7 @@ template <typename T>
 struct DecodeRows {
     const T* keys[kBlockKeys];
     const T* values[kBlockKeys];
-    const T* next_keys[kBlockKeys];  // of the next block
+    const T* next_keys[kBlockKeys];  // keys of the next block
     int64_t offset;                  // elements from the first head to this one
     const T* const* ahead;           // rows of k that come next, and the offset of their head
     int64_t ahead_offset;
@@ -124,12 +124,12 @@ inline float reduce(typename Isa::Vec x) {
     return lanes[0];
 }
 
-// What becomes of the products of q and k: scores, in units of log2.
+// Turns products of q and k into scores, in units of log2.
 struct DecodeScores {
     float unit;
     float softcap;        // in units of log2; 0: none
-    const float* slopes;  // of the block's heads, or null for none
-    int distance;         // of the block's first key: its position minus the row's
+    const float* slopes;  // slopes of the block's heads, or null for none
+    int distance;         // position of the block's first key minus the row's
 
     bool is_plain() const { return softcap == 0 && slopes == nullptr; }
 };

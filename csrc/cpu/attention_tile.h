@@ -19,7 +19,7 @@ constexpr int kPackingTiles = 4;  // fewer tiles than 5 read k and v in place
 constexpr int kChainWords = 128;
 constexpr float kLog2E = 1.4426950408889634f;
 
-// What a hidden key adds to its score: far below every score, and not infinite, so that no
+// Term added to the score of a hidden key: far below every score, and not infinite, so that no
 // difference of two is NaN.  The running maximum starts above it.
 constexpr float kHidden = -1e30f;
 
@@ -299,7 +299,7 @@ void softmax_block(const Workspace<Isa>& w, int tile, int num_keys, float unit, 
                    const typename Isa::Vec (&maximum)[kVectors]) {
     using Vec = typename Isa::Vec;
     Vec shift[kVectors];
-    Vec sums[2][kVectors];  // of this block's even and odd keys: short chains keep the error low
+    Vec sums[2][kVectors];  // this block's even and odd keys: short chains keep the error low
     const Vec units = Isa::set1(unit);
     for (int v = 0; v < kVectors; ++v) {
         shift[v] = raise_maximum<Isa>(w, tile + v * Isa::kWidth, is_first, units, maximum[v]);
@@ -336,7 +336,7 @@ void softmax_block(const Workspace<Isa>& w, int tile, int num_keys, float unit, 
     }
 }
 
-// What value_rows() does around its product.
+// Result of value_rows(), and what it does around its product.
 template <typename T>
 struct ValueTarget {
     T* out;  // row 0 of the tile in the result

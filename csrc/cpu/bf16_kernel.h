@@ -22,9 +22,9 @@ constexpr int kTileRows = 12;
 #else
 constexpr int kTileRows = 6;
 #endif
-constexpr int kVectors = static_cast<int>(kBf16Columns) / Vec::kWidth;  // of a panel
+constexpr int kVectors = static_cast<int>(kBf16Columns) / Vec::kWidth;  // vectors per panel
 constexpr int kTileVectors = 2;
-constexpr int kNarrowRows = kTileRows * kTileVectors / kVectors;  // of a tile as wide as a panel
+constexpr int kNarrowRows = kTileRows * kTileVectors / kVectors;  // rows of a panel-wide tile
 
 #if defined(__AVX512F__)
 using PairVec = __m512i;

@@ -28,7 +28,7 @@ extern const Bf16Kernel kBf16Kernel;
 
 namespace {
 
-constexpr int64_t kBlockWords = int64_t{64} << 10;  // of the rows of a block: half of a small L2
+constexpr int64_t kBlockWords = int64_t{64} << 10;  // words of a block's rows: half of a small L2
 constexpr int64_t kTasksAThread = 4;                // so that none waits long for the last one
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -37,7 +37,7 @@ int64_t slot_words(int64_t k) { return kBf16Rows * row_words(k) + panel_words(k)
 
 struct NamedKernel {
     const Bf16Kernel* kernel;
-    const char* name;  // of its instruction set; null where there is none
+    const char* name;  // the kernel's instruction set; null where there is none
 };
 
 // isa: resolved.

@@ -1,4 +1,4 @@
-// What the parts of the bf16 linear layer share: the loop over blocks, and a kernel for each
+// Shared by the parts of the bf16 linear layer: the loop over blocks, and a kernel for each
 // instruction set.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace bytetx::cpu {
 
 constexpr int64_t kBf16Rows = 48;     // most rows of a block
-constexpr int64_t kBf16Columns = 32;  // of a panel of the weight
+constexpr int64_t kBf16Columns = 32;  // columns per panel of the weight
 constexpr int64_t kCacheLineWords = 16;
 
 inline int64_t feature_pairs(int64_t k) { return (k + 1) / 2; }

@@ -42,7 +42,7 @@ int64_t slot_bytes(int64_t k) {
 
 struct NamedKernel {
     const Int8Kernel* kernel;
-    const char* name;  // of its instruction set; null where there is none
+    const char* name;  // the kernel's instruction set; null where there is none
 };
 
 // isa: resolved. AVX-512 without VNNI takes AVX2's kernel.

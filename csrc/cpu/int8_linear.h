@@ -1,4 +1,4 @@
-// What the parts of the 8-bit linear layer share: the loop over blocks, and a kernel for each
+// Shared by the parts of the 8-bit linear layer: the loop over blocks, and a kernel for each
 // instruction set.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace bytetx::cpu {
 
 constexpr int64_t kInt8Rows = 48;  // most rows of a block: with a panel of the weight in L1 or L2
-constexpr int64_t kInt8Columns = 32;  // of a panel of the weight
+constexpr int64_t kInt8Columns = 32;  // columns per panel of the weight
 constexpr int64_t kInt8Group = 4;     // features that one instruction multiplies
 
 // A row x is about scale * (q - zero); shift is 128 times the sum of q.
@@ -26,7 +26,7 @@ struct Int8Kernel {
     // kInt8Rows rows of padded_features(k) words; rows: as many.
     void (*run)(const Int8LinearParams& p, int64_t begin, int64_t end, int64_t first, int64_t last,
                 void* q, QuantizedRow* rows);
-    int64_t word_bytes;  // of a feature of a rounded row
+    int64_t word_bytes;  // bytes per feature of a rounded row
     int64_t tile_rows;
 };
 

@@ -1,4 +1,4 @@
-// What the 8-bit linear layer needs of AVX2 beyond simd.h; names as in int8_simd_avx512vnni.h.
+// AVX2 for the 8-bit linear layer, beyond simd.h; names as in int8_simd_avx512vnni.h.
 #pragma once
 
 #include "cpu/int8_linear.h"

@@ -1,4 +1,4 @@
-// What the 8-bit linear layer needs of AVX-512 and VNNI beyond simd.h.
+// AVX-512 and VNNI for the 8-bit linear layer, beyond simd.h.
 #pragma once
 
 #include "cpu/int8_linear.h"

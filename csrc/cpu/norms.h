@@ -1,4 +1,4 @@
-// What layer_norm and rms_norm share on a CPU: checks, and rows over threads.
+// Shared by layer_norm and rms_norm on a CPU: checks, and rows over threads.
 #pragma once
 
 #include <stdexcept>

@@ -71,7 +71,7 @@ struct PagedWork {
     const AttentionInput& in;
     TileWork tiles;
     bool has_decode = true;
-    int32_t kv_heads = 1;  // of one decode item
+    int32_t kv_heads = 1;  // KV heads of one decode item
 
     bool is_decode(int64_t sequence) const { return has_decode && in.num_queries(sequence) == 1; }
     int32_t first_run(int64_t sequence) const { return first_key(in, sequence) / kDecodeKeys; }
@@ -103,7 +103,7 @@ struct PagedWork {
         }
         tiles.cut(count(), num_threads);
     }
-    // Of all heads in all runs, where there are partial results.
+    // Words of all heads in all runs, where there are partial results.
     int64_t partial_words(int64_t sequence) const {
         if (!is_decode(sequence) || num_runs(sequence) <= 1) return 0;
         return int64_t{in.num_heads} * num_runs(sequence) * cpu::decode_partial_words(in.head_dim);

@@ -21,7 +21,7 @@ enum class Reduction { sum, weighted_sum, max };
 struct RowRange {
     int64_t first;  // row of x
     int64_t count;
-    int64_t index;  // of the first row in its sequence
+    int64_t index;  // position of the first row in its sequence
 };
 
 inline RowRange kept_rows(const PoolParams& p, int64_t sequence) {
@@ -88,7 +88,7 @@ inline void reduce_block(const T* x, int64_t stride, const RowRange& rows, int64
     store_row(total, n, out);
 }
 
-// What the sum is multiplied with: 1 / tokens, 1 / sqrt(tokens) or 1 / (sum of weights).
+// Factor of the sum: 1 / tokens, 1 / sqrt(tokens) or 1 / (sum of weights).
 inline float sum_scale(PoolMode mode, const RowRange& rows) {
     const double count = static_cast<double>(rows.count);
     if (mode == PoolMode::mean) return static_cast<float>(1.0 / count);

@@ -1,4 +1,4 @@
-// What kernels that work row by row share: rows are summed into f32 in L1, then normalised from it.
+// Shared by kernels that work row by row: rows are summed into f32 in L1, then normalised from it.
 #pragma once
 
 #include "cpu/rows.h"

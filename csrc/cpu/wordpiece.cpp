@@ -23,7 +23,7 @@ namespace {
 constexpr uint32_t kNoEdge = 0xffffffff;
 constexpr uint32_t kMaxNodes = 1 << 24;  // a node and a byte are one key of 32 bits
 constexpr int64_t kTextsPerChunk = 32;
-// Of a text with a character that the table does not know, others are looked for in this many.
+// Characters searched for more unknown ones, from the first that the table does not know on.
 constexpr int64_t kLookAhead = 4096;
 
 // Reads texts one after the other; its buffer is used again for each word.
@@ -141,7 +141,7 @@ class Reader {
     const WordPieceModel& model_;
     const CharacterTable& table_;
     int64_t max_words_;  // tokens of a text without its frame
-    std::string bytes_;  // of the word that is being read
+    std::string bytes_;  // bytes of the word that is being read
     int64_t num_characters_ = 0;
 };
 

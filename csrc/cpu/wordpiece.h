@@ -1,6 +1,6 @@
 // WordPiece, the tokenizer of BERT: characters -> words -> token ids of a vocabulary.
 //
-// What becomes of a character (lower case, accents, punctuation) is not decided here: it is put
+// Normalisation of a character (lower case, accents, punctuation) is not decided here: it is put
 // into a CharacterTable from what the tokenizer's own library does with that character alone. This
 // serves tokenizers whose characters do not depend on each other.
 #pragma once
@@ -26,7 +26,7 @@ struct NormalizedCharacter {
     std::string utf8;
 };
 
-// What each code point becomes. A table that threads read is never changed: a copy is.
+// Normalised form of each code point. A table that threads read is never changed: a copy is.
 class CharacterTable {
   public:
     enum class Form : uint8_t { unknown, refused, plain, several };
@@ -88,7 +88,7 @@ class TokenTrie {
     Edge& find_or_add(uint32_t node, uint8_t byte);
 
     std::vector<Edge> edges_;
-    std::vector<int32_t> token_ids_;  // of the nodes where a token ends
+    std::vector<int32_t> token_ids_;  // tokens of the nodes where one ends
     uint32_t mask_ = 0;
     int shift_ = 0;
     uint32_t num_nodes_ = 1;
@@ -99,7 +99,7 @@ class TokenTrie {
 struct WordPieceModel {
     TokenTrie trie;
     int32_t unk_token_id;
-    int64_t max_word_characters;                      // of a word that is looked up at all
+    int64_t max_word_characters;                      // longest word that is looked up at all
     std::vector<int32_t> start, end;                  // tokens that frame a text
     std::vector<std::vector<uint32_t>> added_tokens;  // code points of tokens that are found in
                                                       // text before it is normalized

@@ -33,7 +33,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kMaxCtas = 8;     // of a row: more is no portable cluster
+constexpr int kMaxCtas = 8;     // CTAs per row: more is no portable cluster
 constexpr int kCtasAnSm = 4;    // that are wanted; their loads in flight cover the latency
 constexpr int kUnroll = 8;      // vectors of a thread in flight
 constexpr uint32_t kNan = ~0u;  // above the ordered bits of every number
@@ -64,7 +64,7 @@ __device__ __forceinline__ float largest_of(const uint4& words) {
 template <typename T>
 struct Best {
     float value = -INFINITY;
-    uint32_t place = 0;  // of the vector's first element
+    uint32_t place = 0;  // index of the vector's first element
     uint4 words{};
     bool has_nan = false;
 

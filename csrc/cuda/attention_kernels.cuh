@@ -12,7 +12,7 @@ struct TileSmem {
     alignas(1024) typename C::Element q[C::kQElements];
     alignas(1024) typename C::Element k[C::kStages][C::kKvElements];
     alignas(1024) typename C::Element v[C::kStages][C::kKvElements];
-    int4 seen[128];  // of each thread's two rows: registers are scarce
+    int4 seen[128];  // bounds for each thread's two rows: registers are scarce
     uint64_t q_full, k_full[C::kStages], v_full[C::kStages];
 };
 

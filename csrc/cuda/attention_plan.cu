@@ -35,17 +35,17 @@ namespace attention {
 namespace {
 
 constexpr int kThreads = 1024;  // and sequences of a block
-constexpr int kLevels = 10;     // of jumps: 2^10 places
+constexpr int kLevels = 10;     // levels of jumps: 2^10 positions
 constexpr int kWarps = kThreads / 32;
-constexpr int kBuckets = 32;    // of lengths, quarters of an octave; the last one is of short ones
-constexpr int kRowsBits = 16;   // of a tile's second word before it is sorted; above them its rank
+constexpr int kBuckets = 32;    // quarters of an octave of lengths; the last one has the short ones
+constexpr int kRowsBits = 16;   // low bits of a tile's second word until it is sorted; above: rank
 constexpr int kLongKeys = 256;  // a tile that sees more is worth ordering
 
 struct PlanKernelParams {
     const int* cu_seqlens;
     PlanView plan;
     int batch_size;
-    int num_rows;  // of row_bounds
+    int num_rows;  // rows of row_bounds
     int tile_rows;
     int window;
     bool causal;
@@ -149,7 +149,7 @@ __device__ bool is_reached(int next, int count) {
 
 // A stable counting sort, highest rank first: each warp counts its run of tiles, then places it.
 __device__ void order_tiles(const PlanKernelParams& p, int used, int (&scratch)[kWarps]) {
-    __shared__ int heads[kBuckets * kWarps];  // of each bucket, each warp's part of it
+    __shared__ int heads[kBuckets * kWarps];  // head of each warp's part of each bucket
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
     const int share = (used + kThreads - 1) / kThreads * 32;
     const int first = min(warp * share, used), last = min(first + share, used);

@@ -1,4 +1,4 @@
-// What one warpgroup of packed attention does with 64 rows and a step of keys: scores, masked
+// Work of one warpgroup of packed attention on 64 rows and a step of keys: scores, masked
 // softmax, the weighted sum of values. Rows are in an order in which the bounds of their keys,
 // [begin, end), grow; so those of a warp come from its end rows.
 #pragma once
@@ -33,10 +33,10 @@ struct SoftmaxRows {
     int tid;  // in the warpgroup
     int lane;
     int origin;                // first key of the tile
-    int2 seen[2];              // of the thread's columns from there on, those of its two rows
+    int2 seen[2];              // bounds for its two rows, in the thread's columns from there on
     int full_begin, full_end;  // keys that every row of the warp sees
     float row_max[2];          // the scaled score that the weights are relative to
-    float sum[2];              // of this thread's weights
+    float sum[2];              // sum of this thread's weights
     Sums<C::kDim / 2> out;
 
     // The thread's two rows, of the 64.

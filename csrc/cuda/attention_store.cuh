@@ -87,8 +87,8 @@ __device__ __forceinline__ uint4 gather_piece(uint4 words, int lane) {
     const bool odd = lane % 2 == 1, high = lane / 2 % 2 == 1;
     const uint32_t a = __shfl_xor_sync(kFullMask, odd ? words.x : words.y, 1);
     const uint32_t b = __shfl_xor_sync(kFullMask, odd ? words.z : words.w, 1);
-    const uint2 low = odd ? uint2{a, words.y} : uint2{words.x, a};  // of piece 0 or 1
-    const uint2 far = odd ? uint2{b, words.w} : uint2{words.z, b};  // of piece 2 or 3
+    const uint2 low = odd ? uint2{a, words.y} : uint2{words.x, a};  // words of piece 0 or 1
+    const uint2 far = odd ? uint2{b, words.w} : uint2{words.z, b};  // words of piece 2 or 3
     const uint32_t c = __shfl_xor_sync(kFullMask, high ? low.x : far.x, 2);
     const uint32_t d = __shfl_xor_sync(kFullMask, high ? low.y : far.y, 2);
     return high ? uint4{c, d, far.x, far.y} : uint4{low.x, low.y, c, d};

@@ -1,4 +1,4 @@
-// What the kernels of packed attention share: 64 rows of one head, which keys they see, and a step
+// Shared by the kernels of packed attention: 64 rows of one head, which keys they see, and a step
 // of keys by attention_rows.cuh.
 //
 // A tile is 64 consecutive token rows of one head and takes no notice of where sequences begin. Its

@@ -1,4 +1,4 @@
-// What the kernels of packed attention get, and the types of a tiling.
+// Parameters of the kernels of packed attention, and the types of a tiling.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +11,7 @@
 
 namespace bytetx::attention {
 
-// What a kernel gets. TMA maps first: they must be 64-byte aligned.
+// Parameters of a kernel. TMA maps first: they must be 64-byte aligned.
 struct Params {
     CUtensorMap q;  // {head_dim, num_heads, total_tokens}
     CUtensorMap k;

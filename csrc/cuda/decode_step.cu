@@ -38,20 +38,20 @@ namespace bytetx {
 namespace decode {
 namespace {
 
-constexpr int kCtas = 128;  // of 132 SMs; every matrix divides by it
+constexpr int kCtas = 128;  // CTAs for 132 SMs; every matrix divides by it
 constexpr int kWarps = 8;   // that multiply; one more copies weights
 constexpr int kThreads = kWarps * 32;
 constexpr int kHeadDim = 128;
-constexpr int kSlotRows = 8, kSlotK = 1024;  // of a weight
+constexpr int kSlotRows = 8, kSlotK = 1024;  // rows and features of a weight in one slot
 constexpr int kSlotBytes = kSlotRows * kSlotK * 2;
-constexpr int kSteps = kSlotK / kWarps / 32;  // of two mma each, that a warp has of a slot
+constexpr int kSteps = kSlotK / kWarps / 32;  // steps per slot and warp, two mma each
 constexpr int kSumStride = kWarps + 4;        // floats; no bank conflicts
-constexpr int kTableKeys = 512;               // of a CTA, whose places are kept
+constexpr int kTableKeys = 512;               // keys of a CTA whose cache slots are kept
 // Half slots that are copied to at a time. More of them queue at the memory, and packets that are
 // in the L2 wait behind them: without a limit a step took 473 us, with two 430, four 417, three 410
 // (100 keys, H100).
 constexpr int kWindow = 3;
-constexpr int kCopies = 4;          // of packets that every CTA reads
+constexpr int kCopies = 4;          // copies of packets that every CTA reads
 constexpr float kNoScore = -1e30f;  // finite: differences of two are 0
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -63,7 +63,7 @@ struct Product {
     static constexpr bool kIsDeep = rows == kSlotRows;
     static constexpr int kSlots = rows * k / (kSlotRows * kSlotK);
     static constexpr int kTiles = kIsDeep ? 1 : rows / 16;
-    static constexpr int kParts = kIsDeep ? kSlots : 1;  // of the vector, kSlotK numbers each
+    static constexpr int kParts = kIsDeep ? kSlots : 1;  // parts of the vector, kSlotK numbers each
     static_assert(k % kSlotK == 0 && (kIsDeep || (k == kSlotK && rows % 16 == 0)));
 };
 
@@ -80,7 +80,7 @@ struct Config {
     static constexpr int kLayerSlots =
         Qkv::kSlots + AttnOut::kSlots + FfnIn::kSlots + FfnOut::kSlots;
     static constexpr int kRingSlots = 12;
-    static constexpr int kAttnOutSlot = Qkv::kSlots;  // of a layer
+    static constexpr int kAttnOutSlot = Qkv::kSlots;  // index among a layer's slots
     static constexpr int kFfnInSlot = kAttnOutSlot + AttnOut::kSlots;
     static constexpr int kFfnOutSlot = kFfnInSlot + FfnIn::kSlots;
     static constexpr int kMaxRows = FfnIn::kRows > Qkv::kRows ? FfnIn::kRows : Qkv::kRows;
@@ -94,7 +94,7 @@ struct Config {
 // those of layer i, for it has sent what layer i + 1 needed.
 template <typename C>
 struct Workspace {
-    struct Common {                           // what every CTA reads
+    struct Common {                           // packets that every CTA reads
         uint64_t x[C::kHidden];               // after the feed-forward half
         uint64_t middle[C::kHidden];          // after the attention half
         uint64_t attended[C::kAttended / 2];  // two bf16 a packet
@@ -123,11 +123,11 @@ struct Smem {
     alignas(16) __nv_bfloat16 v[kHeadDim];
     alignas(16) float cos[kHeadDim / 2], sin[kHeadDim / 2];  // at the new token's position
     int past;                                                // keys before the new one
-    int slots[kTableKeys];                                   // of the CTA's first keys
+    int slots[kTableKeys];                                   // cache slots of the CTA's first keys
     DecodeStepLayer layers[kMaxDecodeStepLayers];  // a new line of parameters would be read late
-    uint32_t offset[C::kLayerSlots];               // of a slot's first byte in its weight
-    uint64_t full[2 * C::kRingSlots];              // of halves of slots
-    uint64_t empty[4];                             // of a layer's products
+    uint32_t offset[C::kLayerSlots];               // position of a slot's first byte in its weight
+    uint64_t full[2 * C::kRingSlots];              // one per half of a slot
+    uint64_t empty[4];                             // one per product of a layer
 };
 
 __device__ __forceinline__ void sync_warps() {
@@ -197,7 +197,7 @@ struct Slots {
         return (slot >= C::kAttnOutSlot) + (slot >= C::kFfnInSlot) + (slot >= C::kFfnOutSlot);
     }
 
-    // Of this CTA's part in the weight.
+    // Byte offset of this CTA's part of the slot in the weight.
     static __device__ uint32_t offset(int slot, int cta) {
         const int which = product(slot);
         if (which == 0) return (cta * C::Qkv::kRows + 8 * slot) * C::Qkv::kK * 2;
@@ -217,9 +217,9 @@ template <typename C>
 __device__ __forceinline__ void produce(const DecodeStepParams& p, Smem<C>& s) {
     const uint64_t policy = evict_first_policy();
     const int total = p.num_layers * C::kLayerSlots;
-    int slot = 0, layer = 0;            // of what is copied
-    int freed = 0, freed_parity = 0;    // of what was there before
-    int landed = 0, landed_parity = 0;  // of the oldest copy under way
+    int slot = 0, layer = 0;            // source of the copy
+    int freed = 0, freed_parity = 0;    // slot whose ring entry is overwritten
+    int landed = 0, landed_parity = 0;  // oldest copy under way
     int at = 0;
 #pragma unroll 1
     for (int i = 0; i < total; ++i) {
@@ -272,16 +272,16 @@ struct Step {
     using Layer = typename Workspace<C>::Layer;
     using Common = typename Workspace<C>::Common;
     static constexpr int kItems = 4;                        // pairs of keys that a warp has at once
-    static constexpr int kBlockKeys = kItems * 2 * kWarps;  // of a CTA
+    static constexpr int kBlockKeys = kItems * 2 * kWarps;  // keys that a CTA has at once
 
     const DecodeStepParams& p;
     Smem<C>& s;
     int cta, warp, lane;
-    int slot = 0, ring_parity = 0;  // of the ring
-    int parity = 0;                 // of the layer's barriers
+    int slot = 0, ring_parity = 0;  // position in the ring
+    int parity = 0;                 // phase of the layer's barriers
     int page_shift;
-    int buffer = 0;         // of s.sums
-    float residual = 0.0f;  // of row `lane % 8` of the CTA's eight
+    int buffer = 0;         // index into s.sums
+    float residual = 0.0f;  // row `lane % 8` of the CTA's eight
 
     // Attention: this CTA has keys [first_key, end_key) of KV head kv_head, and the new key where
     // has_new is true.
@@ -295,7 +295,7 @@ struct Step {
           warp(static_cast<int>(threadIdx.x) / 32),
           lane(static_cast<int>(threadIdx.x) % 32) {}
 
-    // What follows from these is computed again: kept over a layer, it would not fit in registers.
+    // Values derived from these are computed again: over a layer they would not fit in registers.
     __device__ __forceinline__ void forget() {
         asm volatile("" : "+r"(cta), "+r"(warp), "+r"(lane));
     }
@@ -426,7 +426,7 @@ struct Step {
     // matrices.
     struct Norms {
         uint2 attn, ffn;
-        uint2 head;  // of warps 0 and 1 q's, of warp 2 k's
+        uint2 head;  // warps 0 and 1: q's, warp 2: k's
     };
 
     __device__ __forceinline__ Norms load_norms(int layer) const {
@@ -471,7 +471,7 @@ struct Step {
         return (page << page_shift) + (key & ((1 << page_shift) - 1));
     }
 
-    // Of the part of a key or value that this lane reads.
+    // Byte offset of the part of a key or value that this lane reads.
     __device__ int64_t kv_offset(int slot_index) const {
         return ((int64_t{slot_index} * C::kKvHeads + kv_head) * kHeadDim + lane % 16 * 8) * 2;
     }
@@ -575,7 +575,7 @@ struct Step {
         cache[(int64_t{new_slot} * C::kKvHeads + kv_head) * (kHeadDim / 4) + lane] = rounded;
     }
 
-    // Of both query heads over the keys that this warp has had so far; a lane has the keys of its
+    // Softmax state of both query heads over this warp's keys so far; a lane has the keys of its
     // half of the warp, and features 8 * (lane % 16) and on.
     struct Rows {
         float max[2] = {kNoScore, kNoScore};
@@ -943,7 +943,7 @@ int64_t decode_step_workspace_bytes(int32_t device, int32_t hidden_size, int32_t
                                     int32_t num_heads, int32_t num_kv_heads) {
     int num_sms = 0;
     BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    if (num_sms < decode::kCtas) return 0;  // of an H100 PCIe, or of a part of a GPU
+    if (num_sms < decode::kCtas) return 0;  // an H100 PCIe, or a part of a GPU
     int64_t bytes = 0;
     decode::dispatch_config(hidden_size, inner_size, num_heads, num_kv_heads, [&]<typename C>() {
         bytes = static_cast<int64_t>(sizeof(decode::Workspace<C>));

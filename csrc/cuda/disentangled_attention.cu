@@ -50,7 +50,7 @@ constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRing = 128;  // buckets in shared memory, at least 2 * kRows - 1, a power of two
 
-// What q.pos_k and k.pos_q of a warp are picked from, f32. Strides by which the lanes of a pick
+// Buffers from which a warp picks q.pos_k and k.pos_q, f32. Strides by which the lanes of a pick
 // fall on different banks, two at most on one.
 constexpr int kContentStride = 88;   // 16 queries x 80 buckets
 constexpr int kPositionStride = 37;  // 16 keys x 32 buckets
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kDim <= 64 ? 2 : 1)
         return first;
     };
     load_rows<kDim>(p, base + S::kQ, p.q, p.q_stride, tile, tile.row, head);
-    int first_bucket = load_keys(0, p.num_buckets - 1);  // of those in the ring
+    int first_bucket = load_keys(0, p.num_buckets - 1);  // lowest bucket in the ring
     commit_copies();
 
     uint32_t q[kSteps][4];
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, kDim <= 64 ? 2 : 1)
                               [&](int row) { return 8 * n + row; });
         }
         auto* flat = &scores[0][0];
-        const int distance = tile.row + 16 * warp - key;  // of the warp's row 0 and key 0
+        const int distance = tile.row + 16 * warp - key;  // distance of the warp's row 0 and key 0
         if (p.pos_k != nullptr) {
             const int first = bucket_of(p, distance - (kRows - 1));
             const int last = bucket_of(p, distance + 15);

@@ -34,10 +34,10 @@
 namespace bytetx {
 namespace {
 
-// Of a CTA: with a row a warp 48 KB took 4 to 14 % longer on an H200, with two rows 24 KB.
+// Per CTA: with one row per warp 48 KB took 4 to 14 % longer on an H200, with two rows 24 KB.
 template <typename Tiling>
 constexpr int kRingBytes = (Tiling::kRowsPerWarp > 1 ? 48 : 24) * 1024;
-// Of a warp, or of a CTA that owns a row. At 32k tokens 16 took 5 to 7 % longer than 4 with a row a
+// Per warp, or per CTA that owns a row. At 32k tokens 16 took 5 to 7 % longer than 4 with a row a
 // warp (8 up to 5 %, 2 up to 4 %), and with two rows 1 % longer than 8 (4 took 4 %; all H100):
 // where a warp's work is long, reads at the beginning and writes at the end have the memory to
 // themselves.
@@ -47,7 +47,7 @@ constexpr int kMostTokens = Tiling::kThreadsPerRow > kWarpSize ? 16 : 4 * Tiling
 // Columns of bad_ids.
 constexpr int kInputId = 0, kPositionId = 1, kTokenTypeId = 2;
 
-// Of TokenRows::token_type: the token's row of out is NaN. The mark travels with a row that every
+// Mark in TokenRows::token_type: the token's row of out is NaN. It travels with a row that every
 // lane asks for anyway, so that ids inside their tables cost nothing more.
 constexpr int kBadToken = INT32_MIN;
 
@@ -243,7 +243,7 @@ void launch_rows(const EmbedParams& p, const Launch& launch, cudaStream_t stream
     static const int64_t resident =
         resident_ctas(kernel, Tiling::kCtaThreads, kSmemBytes, launch.device);
     constexpr int kMates = Tiling::kRowsPerWarp;
-    const int64_t owners = Tiling::kRowsPerCta / kMates;  // of a CTA
+    const int64_t owners = Tiling::kRowsPerCta / kMates;  // owners of rows per CTA
     const int64_t rounds =
         (p.total_tokens + resident * owners * kMates - 1) / (resident * owners * kMates);
     const int64_t tokens_per_warp = std::min(rounds * kMates, int64_t{kMostTokens<Tiling>});

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }  // namespace
 
 void linear_any(const LinearAnyParams& p, const Launch& launch) {
-    constexpr int64_t kMostTiles = 65535;  // of a grid's second dimension
+    constexpr int64_t kMostTiles = 65535;  // limit of a grid's second dimension
     if (p.m < 0 || p.m > INT32_MAX || p.n <= 0 || p.n > kMostTiles * kTile || p.k <= 0) {
         throw std::invalid_argument("linear_any needs 0 <= m < 2^31, 0 < n < 2^22 and k > 0; got " +
                                     std::to_string(p.m) + ", " + std::to_string(p.n) + ", " +

@@ -30,9 +30,9 @@ constexpr int kWarps = 4;
 constexpr int kRows = 16;               // document vectors of one product
 constexpr int kColumns = 8;             // query vectors
 constexpr int kPartFeatures = 32;       // that four lanes hold of a row, 16 bytes each
-constexpr int kMostVectors = 64;        // of a query
-constexpr int kDocuments = 1000;        // of a launch: parameters have 4 KB
-constexpr int64_t kMostRows = 1 << 30;  // of a launch: offsets are int32
+constexpr int kMostVectors = 64;        // vectors per query
+constexpr int kDocuments = 1000;        // documents per launch: parameters have 4 KB
+constexpr int64_t kMostRows = 1 << 30;  // rows per launch: offsets are int32
 
 struct Documents {
     const uint4* rows;  // from the first document of the launch on

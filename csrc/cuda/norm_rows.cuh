@@ -137,7 +137,7 @@ void launch_rows(const NormParams& p, const Launch& launch, cudaStream_t stream)
 template <typename T, typename Tiling, RowNorm kNorm>
 void launch_full_rows(const NormParams& p, const Launch& launch, cudaStream_t stream) {
     constexpr int kMaxRowsSmallCta = 264;     // two CTAs an SM of an H200
-    constexpr int64_t kManyBytes = 20 << 20;  // of 50 that its L2 has
+    constexpr int64_t kManyBytes = 20 << 20;  // 20 MB of the 50 that its L2 has
     if constexpr (kNorm != RowNorm::none && Tiling::kThreadsPerRow <= kWarpSize) {
         if (p.out_fp8 == nullptr) {
             if constexpr (Tiling::kThreadsPerRow == kWarpSize && Tiling::kVecsPerThread > 1) {

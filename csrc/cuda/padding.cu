@@ -48,7 +48,7 @@ __device__ __forceinline__ bool is_non_zero(const PaddedMatrix& m, int64_t at) {
     }
 }
 
-// What is too large for int32 stays too large for every table, instead of wrapping round.
+// An id too large for int32 stays too large for every table, instead of wrapping round.
 __device__ __forceinline__ int32_t id_at(const PaddedMatrix& m, int64_t at) {
     if (m.item_bytes == 4) return static_cast<const int32_t*>(m.data)[at];
     const int64_t id = static_cast<const int64_t*>(m.data)[at];
@@ -56,8 +56,8 @@ __device__ __forceinline__ int32_t id_at(const PaddedMatrix& m, int64_t at) {
 }
 
 struct Count {
-    int before;  // of the threads before this one
-    int total;   // of the CTA
+    int before;  // flags of the threads before this one
+    int total;   // flags of the whole CTA
 };
 
 // Adds up a small number of each thread. All threads of a CTA; counts: [kWarps] in shared memory.

@@ -19,13 +19,13 @@
 
 namespace bytetx::paged {
 
-constexpr int kStagedPages = 1024;  // of a sequence, or else of the CTA's own chunk
+constexpr int kStagedPages = 1024;  // pages of a sequence, or else of the CTA's own chunk
 
 struct ClusterParams {
     DecodeParams rows;
     const int* cu_seqlens;
     const int* kv_seqlens;
-    int units;      // of kRows rows a sequence: query heads of a key head
+    int units;      // units of kRows rows per sequence: query heads of a key head
     int num_pages;  // that a sequence can have
 };
 

@@ -1,4 +1,4 @@
-// What one warp of a cluster copies: its rows' queries, and the keys and values of a step.
+// Copies by one warp of a cluster: its rows' queries, and the keys and values of a step.
 #pragma once
 
 #include "cuda/paged_decode_rows.cuh"
@@ -11,7 +11,7 @@ template <typename T_, int kHeadDim, int kNumTiles>
 struct ClusterTypes {
     using T = T_;
     static constexpr int kDim = kHeadDim;
-    static constexpr int kTiles = kNumTiles;  // of eight rows
+    static constexpr int kTiles = kNumTiles;  // tiles of eight rows
     static constexpr int kRows = 8 * kTiles;
     static constexpr int kWarps = kDim <= 64 ? 8 : 4;  // 16384 keys: 17.4 against 21.4 us of four
     static constexpr int kThreads = 32 * kWarps;
@@ -19,7 +19,7 @@ struct ClusterTypes {
     // Without a bound ptxas loads one fragment at a time, each product after its own: 28 us for
     // 16384 keys instead of 24.
     static constexpr int kMinCtas = kDim > 128 ? 1 : 16 / kWarps / kTiles;
-    static constexpr int kPieces = kDim / 8;         // of 16 bytes, a row
+    static constexpr int kPieces = kDim / 8;         // pieces of 16 bytes per row
     static constexpr int kRowBytes = kDim * 2 + 16;  // eight neighbouring rows: different banks
     static constexpr int kTileBytes = kStepKeys * kRowBytes;
     static constexpr int kSumStride = kDim + 4;  // floats
@@ -40,7 +40,7 @@ struct StepCopy {
     using T = typename C::T;
     static constexpr int kRowsAtOnce = 32 / C::kPieces;
     const DecodeParams& p;
-    int row, bytes;       // of the lane: its first row; 16, or 0 in the padding of a head
+    int row, bytes;       // the lane's first row; 16, or 0 in the padding of a head
     int64_t row_stride;   // elements
     int64_t lane_offset;  // elements from a key's first one
     uint32_t to;          // bytes from a stage's first one

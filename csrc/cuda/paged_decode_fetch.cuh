@@ -5,7 +5,7 @@
 
 namespace bytetx::paged {
 
-// What of an item's record says where its keys are.
+// Fields of an item's record that say where its keys are.
 struct KeyRange {
     int sequence, position, first_visible, first_key, end_key, kv_head;
 
@@ -32,9 +32,9 @@ struct Fetcher {
     bool has_waited;  // for the kernel before
     RingIndex<C::kStages> stage;
     int num_fetched = 0;  // steps
-    int64_t row_bytes;    // of all key heads
+    int64_t row_bytes;    // bytes of all key heads
     int lane_bytes;       // 16, or 0 in the padding of a head
-    // Of the lane's pieces of a step whose keys are neighbours: their places from its first key on.
+    // Byte offsets, from the first key of a step whose keys are neighbours, of the lane's pieces.
     uint32_t from[kCopies], to[kCopies];
 
     __device__ Fetcher(const DecodeParams& params, DecodeSmem<C>& smem, int of_half, int of_lane,
@@ -70,7 +70,7 @@ struct Fetcher {
         return p.page_table + keys.sequence * p.max_pages;
     }
 
-    // Of 32 steps, a lane a step: the page of its first key that a row sees.
+    // Loads the page of the first key that a row sees, for 32 steps: one lane per step.
     __device__ int load_pages(const KeyRange& keys, int first_step) const {
         const int step = first_step + lane;
         if (step >= keys.num_steps()) return 0;
@@ -78,7 +78,7 @@ struct Fetcher {
         return __ldcg(table(keys) + (key >> p.page_shift));
     }
 
-    // Of a key of a page: its place in the cache, in bytes.
+    // Byte offset of a key of a page in the cache.
     __device__ int64_t place(const KeyRange& keys, int key, int page) const {
         const int in_page = (1 << p.page_shift) - 1;
         return (int64_t{page} << p.page_shift | (key & in_page)) * row_bytes +

@@ -120,7 +120,7 @@ __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedI
     using T = typename C::T;
     static_assert(kMaxChunks <= 32);
     constexpr int kBatch = 16;
-    constexpr int kColumns = 128;  // of all lanes at once
+    constexpr int kColumns = 128;  // columns of all lanes at once
     constexpr int kSweeps = (C::kDim + kColumns - 1) / kColumns;
     const PagedItem& item = staged.item;
     const int64_t chunk_rows = int64_t{item.num_rows} * p.num_kv_heads;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void join(const DecodeParams& p, DecodeSmem<C>& s, in
         Barrier::wait(&s.item_full[at.index], at.phase);
         const StagedItem& staged = s.staged[at.index];
         const PagedItem& item = staged.item;
-        int chunk = 0;  // of the item
+        int chunk = 0;  // index in the item
         for (int first = item.first_key; first < item.end_key; first += item.chunk_keys) {
             Barrier::wait(&s.join_full, sums.phase);
             join_warps(p, s, staged, first, chunk++, first_warp, lane);

@@ -1,4 +1,4 @@
-// What one warp does with its rows and 16 keys: scores, softmax, weighted sum.
+// Work of one warp on its rows and 16 keys: scores, softmax, weighted sum.
 //
 // Keys are the rows of mma's first operand and queries the columns of its second, eight or sixteen
 // of them: a group of up to eight query heads costs half the products, sums and exponentials that

@@ -1,4 +1,4 @@
-// What the warps of the decode kernel share: parameters, sizes, and what lies in shared memory.
+// Shared by the warps of the decode kernel: parameters, sizes, and the layout of shared memory.
 #pragma once
 
 #include "common/launch.cuh"
@@ -29,7 +29,7 @@ struct DecodeParams {
     int group;
     int head_dim;
     int window;
-    float scale;  // of scores, to powers of two
+    float scale;  // factor of scores, to powers of two
     ScoreChange change;
     int early_read;
     bool beside_tiles;
@@ -46,14 +46,14 @@ template <typename T_, int kHeadDim, int kNumTiles>
 struct DecodeTypes {
     using T = T_;
     static constexpr int kDim = kHeadDim;
-    static constexpr int kTiles = kNumTiles;  // of eight rows
+    static constexpr int kTiles = kNumTiles;  // tiles of eight rows
     static constexpr int kRows = 8 * kTiles;
     static constexpr int kTileBytes = kStepKeys * kDim * 2;
     // Two CTAs an SM, 128 KB on their way at most: copies alone, in rings of this size, reach the
     // rate of a plain sum (238.8 us for 64 sequences of 4096 keys, 237.3); half of it takes 242.7.
     static constexpr int kMinCtas = ctas_per_sm(kTiles, kDim);
     static constexpr int kStages = (kMinCtas == 1 ? 128 : 64) * 1024 / (2 * kTileBytes);
-    static constexpr int kPieces = kDim / 8;     // of 16 bytes, a row
+    static constexpr int kPieces = kDim / 8;     // pieces of 16 bytes per row
     static constexpr int kSumStride = kDim + 4;  // floats
     // The steps of item after item go to the warps round-robin, and so does each stage to one warp:
     // it never waits for a phase that is two ahead.
@@ -86,15 +86,15 @@ struct DecodeSmem {
     alignas(128) uint8_t q[kItemsAhead][C::kRows * C::kDim * 2];
     alignas(16) float join[kComputeWarps][C::kRows][C::kSumStride];
     float2 stats[kComputeWarps][C::kRows];
-    alignas(16) float joined[C::kRows][C::kDim];  // of an item's chunks so far
+    alignas(16) float joined[C::kRows][C::kDim];  // sums of an item's chunks so far
     float2 joined_stats[2][C::kRows];             // the same, of an even and of an odd number
     StagedItem staged[kItemsAhead];
-    uint64_t full[C::kStages][2], empty[C::kStages][2];  // of keys, of values
+    uint64_t full[C::kStages][2], empty[C::kStages][2];  // one for keys, one for values
     uint64_t item_full[kItemsAhead], item_empty[kItemsAhead];
     uint64_t join_full, join_empty;
 };
 
-// Of a row's first element in q or out.
+// Offset of a row's first element in q or out, in elements.
 __device__ __forceinline__ int64_t row_address(const DecodeParams& p, const PagedItem& item,
                                                int kv_head, int local, int64_t stride) {
     const int row = item.row + local;

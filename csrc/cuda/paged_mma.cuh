@@ -1,4 +1,4 @@
-// What the decode kernel is made of: a warp's 16 keys in shared memory, and mma.sync on them.
+// Pieces of the decode kernel: a warp's 16 keys in shared memory, and mma.sync on them.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ struct ScoreChange {
     __device__ __forceinline__ float cap(float product, float scale) const {
         return softcap > 0.0f ? capped(product) : product * scale;
     }
-    // Of a head, for powers of two.
+    // Slope of a head, for powers of two.
     __device__ __forceinline__ float slope(int head) const {
         return alibi_slopes == nullptr ? 0.0f : __ldg(alibi_slopes + head) * kLog2e;
     }

@@ -24,8 +24,8 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBuckets = 512;       // of items and of tiles, by number of keys
-constexpr int kOctaveBuckets = 32;  // of items: from some keys to twice as many
+constexpr int kBuckets = 512;       // buckets of items and of tiles, by number of keys
+constexpr int kOctaveBuckets = 32;  // buckets of items from some keys to twice as many
 
 struct PlanKernelParams {
     const int* cu_seqlens;
@@ -43,7 +43,7 @@ struct PlanKernelParams {
     DecodeCtas ctas;
 };
 
-// What one sequence needs, or all before it.
+// Need of one sequence, or of all before it.
 struct Need {
     int units, items, partial_rows;
 
@@ -131,7 +131,7 @@ __device__ int clamp_to_int(unsigned long long value) {
 // more than their bytes (64 sequences of 4096 keys, heads 32/8, H100: 366 us in chunks of 1024, 351
 // without what is exchanged).
 struct Split {
-    int max_keys;    // of a sequence that is not split
+    int max_keys;    // most keys of a sequence that is not split
     int first_tail;  // the first sequence of such a last round
 
     // units, keys: sums over all sequences, of one key head.
@@ -150,7 +150,7 @@ struct Split {
 __device__ void write_items(const PlanKernelParams& p, const Piece& piece, bool is_split,
                             int sequence, Need at) {
     const int rows = piece.tokens * p.group;
-    const int num_items = is_split ? piece.num_chunks : 1;  // of a unit
+    const int num_items = is_split ? piece.num_chunks : 1;  // items per unit
     const int item_keys = is_split ? piece.chunk_keys : piece.keys_to_read();
     for (int row = 0; row < rows; row += kUnitRows) {
         for (int chunk = 0; chunk < num_items; ++chunk) {
@@ -187,7 +187,7 @@ __device__ void for_each_tile(const PlanKernelParams& p, const Piece& piece, int
     }
 }
 
-// Of a piece's items; that of the longest is 0.
+// Bucket of a piece's items; that of the longest is 0.
 __device__ int item_bucket(const Piece& piece, bool is_split) {
     constexpr float kFewKeys = 6.0f;  // up to 64 they are all alike
     const int keys = is_split ? min(piece.chunk_keys, piece.keys_to_read()) : piece.keys_to_read();
@@ -195,7 +195,7 @@ __device__ int item_bucket(const Piece& piece, bool is_split) {
     return kBuckets - 1 - min(static_cast<int>(octaves * kOctaveBuckets), kBuckets - 1);
 }
 
-// Of the keys that a piece's rows see; that of the most is 0.
+// Bucket by the keys that a piece's rows see; that of the most is 0.
 __device__ int tile_bucket(const PlanKernelParams& p, const Piece& piece) {
     const float length =
         static_cast<float>(piece.keys - piece.first_visible) / static_cast<float>(p.max_keys);
@@ -263,7 +263,7 @@ __device__ int sort_tiles(const PlanKernelParams& p, int& keys) {
 __global__ void __launch_bounds__(kThreads)
     plan_kernel(const __grid_constant__ PlanKernelParams p) {
     wait_for_prior_kernel();
-    __shared__ int starts[kBuckets];  // of items
+    __shared__ int starts[kBuckets];  // first item of each bucket
     __shared__ int tile_keys, num_units;
     __shared__ unsigned long long item_keys;
     if (threadIdx.x == 0) {

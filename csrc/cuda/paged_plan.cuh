@@ -25,8 +25,8 @@ constexpr int most_unit_rows(int head_dim) { return head_dim > 128 ? 8 : kUnitRo
 constexpr int kStepKeys = 16;        // keys that a warp of the decode kernel takes at a time
 constexpr int kRoundKeys = 64;       // four warps take one step each
 constexpr int64_t kAlignment = 128;  // bytes, of what lies behind a plan
-constexpr int kMaxChunks = 32;       // of a sequence: a lane each where they are joined
-constexpr int kClearedItems = 512;   // of a plan: those that may be read before their number
+constexpr int kMaxChunks = 32;       // chunks per sequence: one lane each where they are joined
+constexpr int kClearedItems = 512;   // items of a plan that may be read before their number
 constexpr int kClusterCtas = 8;      // the most that any Hopper GPU runs as one
 
 // A unit is up to kUnitRows rows of a piece, (token, query head of the group), the heads of a token
@@ -34,16 +34,16 @@ constexpr int kClusterCtas = 8;      // the most that any Hopper GPU runs as one
 // against one of the chunks.
 struct alignas(16) PagedItem {
     int sequence;
-    int first_token;    // of the piece, in q
-    int row, num_rows;  // of the unit in its piece
-    int position;       // of the piece's first token among its keys
+    int first_token;    // first token of the piece, in q
+    int row, num_rows;  // rows of the unit in its piece
+    int position;       // index of the piece's first token among its keys
     int first_visible;  // key that any row of the piece sees
     int first_key;      // a multiple of kStepKeys
     int end_key;
-    int chunk_keys;   // of every chunk but the piece's last
+    int chunk_keys;   // keys of every chunk but the piece's last
     int chunk;        // the first of the item
-    int num_chunks;   // of the piece
-    int partial_row;  // of chunk 0, where each chunk is an item
+    int num_chunks;   // chunks of the piece
+    int partial_row;  // row of chunk 0, where each chunk is an item
     int unit;         // its counters there
 
     // Where the chunk that begins with key `first` ends.
@@ -65,7 +65,7 @@ struct alignas(16) PagedTile {
     int sequence;
     int first_token;  // in q
     int num_rows;     // tokens * group
-    int position;     // of the first token among its piece's keys
+    int position;     // index of the first token among its piece's keys
     int first_visible;
     int end_key;
 };
@@ -75,7 +75,7 @@ struct alignas(16) PagedTile {
 struct alignas(16) PagedHeader {
     int num_items;
     int num_tiles;
-    attention::Counters counters;  // of the prefill kernel
+    attention::Counters counters;  // counters of the prefill kernel
     int item_keys;
     int tile_keys;
 };
@@ -140,7 +140,7 @@ inline int unit_tiles(const PagedPlanParams& p) {
     return p.tile_tokens > 0 && p.num_heads / p.num_kv_heads <= 8 ? 1 : 2;
 }
 
-// Of the decode kernel, unless an SM has one CTA for another reason.
+// CTAs of the decode kernel per SM, unless an SM has one CTA for another reason.
 constexpr int ctas_per_sm(int num_tiles, int dim) { return num_tiles * dim > 128 ? 1 : 2; }
 
 // Whether few sequences have the decode kernel with one CTA an SM, which has all shared memory.

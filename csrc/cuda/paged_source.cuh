@@ -43,7 +43,7 @@ struct PrefillParams {
     int64_t max_pages;
     int64_t q_stride;
     int page_shift;
-    int box_keys;  // of a TMA box: as many as a page or a step has
+    int box_keys;  // keys of a TMA box: as many as a page or a step has
     int num_heads;
     int num_kv_heads;
     int group;
@@ -65,7 +65,7 @@ struct PrefillParams {
     // has the memory's rate; and where tiles take longer, not those that rows still need.
     __device__ int num_tile_ctas(int all) const {
         constexpr float kTileNs = 15.0f;        // a key of a tile, on an SM
-        constexpr float kBytesPerNs = 3500.0f;  // of all SMs
+        constexpr float kBytesPerNs = 3500.0f;  // rate of all SMs together
         constexpr float kSlower = 1.15f;        // tiles wait for memory behind the others' keys
         constexpr float kReaders = 24.0f;       // SMs that use all of the memory's rate
         const float rows = header->item_keys * (4.0f * head_dim / kBytesPerNs);
@@ -121,7 +121,7 @@ struct PrefillTarget {
     }
 };
 
-// What both ways to fetch keys share.
+// Base of both ways to fetch keys.
 template <typename C>
 struct PrefillSource {
     using T = typename C::Element;
@@ -232,7 +232,7 @@ struct PagedSource : PrefillSource<C> {
     static constexpr bool kThreadsCopy = false;
     // Groups of eight keys that no cache has: a box there is filled with zeros.
     static constexpr int kOutside = -(1 << 20);
-    int page;  // of this lane's box of the next step
+    int page;  // page of this lane's box of the next step
 
     __device__ __forceinline__ explicit PagedSource(const Params& params) : Base(params) {}
 
@@ -281,7 +281,7 @@ struct PagedCopySource : PrefillSource<C> {
     static constexpr int kShareBarrier = 1;  // named; 0 is __syncthreads()
     static constexpr int kPieces = C::kDim / 8;
     static constexpr int kLaneKeys = C::kBlockN / 32;
-    int slots[kLaneKeys];  // of the next step's keys lane, lane + 32, ...; -1: none
+    int slots[kLaneKeys];  // cache slots of the next step's keys lane, lane + 32, ...; -1: none
 
     __device__ __forceinline__ explicit PagedCopySource(const Params& params) : Base(params) {}
 

@@ -55,7 +55,7 @@ class BlockFinder {
     // number < total(). All threads of the CTA; they may write `sequence` and `block` anew after
     // their next barrier.
     __device__ __forceinline__ void find(int64_t number, int& sequence, int& block) const {
-        __syncthreads();  // what was found before has been read
+        __syncthreads();  // the previous result has been read
         if (before_ <= number && number < upto_) {
             int64_t left = number - before_;
             for (int64_t s = begin_; s < end_; ++s) {
@@ -68,7 +68,7 @@ class BlockFinder {
                 left -= blocks;
             }
         }
-        __syncthreads();  // what was found is written
+        __syncthreads();  // the result is written
     }
 
   private:

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kPoolWarps = 8;
 constexpr int kPoolThreads = kPoolWarps * kWarpSize;
-constexpr int kLoads = 24;       // of 16 bytes, in a lane's ring: with 16, 3 % slower at 20 rows
+constexpr int kLoads = 24;       // 16 bytes each, in a lane's ring: with 16, 3 % slower at 20 rows
 constexpr int kWarpRows = 32;    // 7 rows on their way at a time; above, a CTA is faster
 constexpr int kCtaRows = 256;    // above, blocks
 constexpr int kBlockRows = 128;  // the largest that gives every SM work at 32k tokens
@@ -23,7 +23,7 @@ constexpr int64_t kCtas = 528;   // two rounds of two CTAs an SM even out length
 struct RowRange {
     int64_t first;  // row of x
     int count;
-    int index;  // of the first row in its sequence
+    int index;  // position of the first row in its sequence
 };
 
 __device__ __forceinline__ RowRange kept_rows(const PoolParams& p, int32_t first, int32_t last,
@@ -177,7 +177,7 @@ __device__ __forceinline__ void pool_by_warp(const PoolParams& p, const RowRange
                                              Ring<C>& ring, float* out) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const float scale = scale_of(p.mode, rows);
-    // Of this lane, in the span that starts at column `span`; columns lie in quads.
+    // Visits this lane's columns of the span that starts at column `span`; they lie in quads.
     const auto each_quad = [&](int64_t span, const auto& f) {
 #pragma unroll
         for (int t = 0; t < C::kTiles; ++t) {

@@ -36,7 +36,7 @@ constexpr int kWriteElements = 256;       // a "head" of write_kv, which knows r
 struct HeadParams {
     RotaryWriteKvParams own;
     unsigned num_items;  // heads of all tokens
-    unsigned heads;      // of q, k and v together
+    unsigned heads;      // heads of q, k and v together
     int group_shift;     // 2^this threads a head
     bool streams;        // the results are more than the L2 keeps
 };

@@ -30,7 +30,7 @@ namespace bytetx {
 namespace sampling {
 namespace {
 
-constexpr int kMaxCtas = 8;   // of a row: more is no portable cluster
+constexpr int kMaxCtas = 8;   // CTAs per row: more is no portable cluster
 constexpr int kCtasAnSm = 2;  // by shared memory and registers
 
 // The token of a chunk where this share of its kept weights is reached; by one warp.
@@ -100,7 +100,7 @@ __device__ int draw(Leader<T>& leader, double number, Shared& s) {
     return draw_in_chunk<T>(s.row, leader.limit(), drawn, s.share);
 }
 
-// What row `index` asks for. Read where it is used, for registers are few.
+// Top-k that row `index` asks for. Read where it is used, for registers are few.
 __device__ int64_t top_k_of(const SampleParams& p, int64_t index) {
     const int64_t top_k = p.top_k == nullptr ? 0 : p.top_k[index];
     return top_k < p.vocab_size ? top_k : 0;

@@ -100,7 +100,7 @@ class Leader {
         return s_.chunk_mass[chunk] + static_cast<double>(s_.list_mass[chunk]) / kFixedOne;
     }
 
-    // Of the list's tokens, those that are kept, by chunk.
+    // Adds up the weights of the list's tokens that are kept, by chunk.
     __device__ void add_list() {
         s_.list_mass[threadIdx.x] = 0;
         __syncthreads();
@@ -124,7 +124,7 @@ class Leader {
         cluster.sync();  // pairs with follow()'s read of the command
         if (command.op == Op::end) return;
         run<T>(command, s_);
-        cluster.sync();  // what it wrote is there
+        cluster.sync();  // results of all CTAs are there
     }
 
   private:

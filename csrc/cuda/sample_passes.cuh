@@ -147,7 +147,7 @@ __device__ void run(const Command& command, Shared& s) {
     count_fine<T>(command, s);
 }
 
-// What the CTAs that do not lead do.
+// Runs the leader's commands in the CTAs that do not lead.
 template <typename T>
 __device__ void follow(Shared& s) {
     const auto cluster = cg::this_cluster();

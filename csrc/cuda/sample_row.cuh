@@ -1,4 +1,4 @@
-// What a cluster of CTAs that samples one row keeps and does: distances and weights of its tokens,
+// State and work of a cluster of CTAs that samples one row: distances and weights of its tokens,
 // visits of them in the order of the vocabulary, and sums whose order is the row's own.
 #pragma once
 
@@ -22,9 +22,9 @@ constexpr int kChunk = 1024;          // tokens that a warp sums in one order, w
 constexpr int kMaxChunks = kThreads;  // a thread of the leader has a chunk
 constexpr int kBins = 4096;
 constexpr int kBinsAThread = kBins / kThreads;
-constexpr float kBinsANat = 128.0f;  // what is 32 nats off, 1e-14 of the largest, is in the last
+constexpr float kBinsANat = 128.0f;  // tokens 32 nats off, 1e-14 of the largest, are in the last
 constexpr int kListSize = 8192;      // tokens around a limit; 64 KB, so that an SM holds two CTAs
-constexpr uint32_t kLastKey = 0x7f7fffff;  // of a finite distance
+constexpr uint32_t kLastKey = 0x7f7fffff;  // largest key of a finite distance
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr double kFixedOne = 0x1p42;  // weights as integers, whose sums have no order
 
@@ -47,8 +47,8 @@ struct Row {
     int vocab_size;
     int num_chunks;
     bool has_vecs;  // it and the rows beside it can be read 16 bytes at a time
-    float max;      // of its logits
-    float inverse;  // of the temperature
+    float max;      // largest of its logits
+    float inverse;  // 1 / temperature
 
     // From the largest logit, over the temperature: at least 0, inf for a token that is forbidden.
     __device__ float distance(float x) const { return (max - x) * inverse; }

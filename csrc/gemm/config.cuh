@@ -39,7 +39,7 @@ struct Share {
     int begin, end;
 };
 
-// What every GEMM has: d = a b^T, and how many tiles. Tensor maps first: they must be 64-byte
+// Parameters of every GEMM: d = a b^T, and how many tiles. Tensor maps first: they must be 64-byte
 // aligned.
 struct Problem {
     CUtensorMap a;  // {k, m}
@@ -47,7 +47,7 @@ struct Problem {
     void* d;        // [m, n]; gated: [m, n / 2]
     int m, n;
     int num_k_blocks;
-    int tiles_m, tiles_n;  // of clusters
+    int tiles_m, tiles_n;  // tiles of whole clusters
 };
 
 }  // namespace bytetx::gemm

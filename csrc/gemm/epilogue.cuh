@@ -1,9 +1,9 @@
-// What epilogues are made of: the place of accumulators in a tile, activations, rounding.
+// Pieces of epilogues: the position of accumulators in a tile, activations, rounding.
 //
 // An epilogue is one struct, made for each tile that a warpgroup works on:
 //
 //   struct Epilogue : EpilogueDefaults, TileLayout<C> {
-//       struct Inputs { ... };      // what it reads, as pointers and scalars: a part of Params
+//       struct Inputs { ... };      // operands as pointers and scalars: a part of Params
 //       struct Smem { ... };        // its shared memory, if any
 //       Epilogue(const K& k, int m, int n, int round);   // the tile's first row and column
 //       void begin(sums, wait);     // before the products; calls wait() before it reads results
@@ -41,7 +41,7 @@ struct EpilogueDefaults {
     static __device__ __forceinline__ void before_tiles(const K&) {}  // those that multiply
 };
 
-// What becomes of a sum. linear: none, relu. erf: exact GELU. sigmoid: tanh GELU, SiLU, tanh.
+// Form of an activation. linear: none, relu. erf: exact GELU. sigmoid: tanh GELU, SiLU, tanh.
 enum class ActivationForm : int { linear = 0, erf = 1, sigmoid = 2 };
 
 // linear is max(x, floor); sigmoid is s * (times_x * x + times_one) + offset with
@@ -144,7 +144,7 @@ __device__ __forceinline__ uint4 load_if(bool condition, const void* address) {
     return x;
 }
 
-// Of what CTA `rank` of the cluster has where this CTA has `own`, in shared memory.
+// Shared memory address in CTA `rank` of the cluster that corresponds to `own` in this CTA.
 __device__ __forceinline__ uint32_t peer_address(const void* own, int rank) {
     uint32_t remote;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem_address(own)), "r"(rank));

@@ -10,7 +10,7 @@ namespace bytetx::gemm {
 template <typename C, ActivationForm kForm, typename Out>
 void launch_fp8(const Fp8LinearParams& o, cudaStream_t stream) {
     using K = Kernel<C, RasterScheduler, DenseProducer<C>, Fp8Epilogue<C, kForm, Out>>;
-    const auto pairs = [&](const void* data, int64_t rows) {  // of E4M3 are one element
+    const auto pairs = [&](const void* data, int64_t rows) {  // two E4M3 are one element
         return Matrix{"fp8_linear", CU_TENSOR_MAP_DATA_TYPE_UINT16, data, rows, o.k / 2};
     };
     typename K::Params p{};

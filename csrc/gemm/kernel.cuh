@@ -31,7 +31,7 @@ struct Smem {
     typename Epilogue::Smem epilogue;
 };
 
-// What a kernel gets.
+// Parameters of a kernel.
 template <typename C, typename Scheduler, typename Producer, typename Epilogue>
 struct Params : Problem {
     typename C::template Stages<C>::Size stages;
@@ -40,7 +40,7 @@ struct Params : Problem {
     typename Epilogue::Inputs epilogue;
 };
 
-// What the parts of a kernel are called with.
+// Arguments of the parts of a kernel.
 template <typename P, typename S, typename At>
 struct Context {
     const P& p;    // Params
@@ -79,7 +79,7 @@ __device__ __forceinline__ void consume(const K& k, int own_group, const Wait& w
             ring.advance(num_blocks);
         }
     }
-    const int row = C::kTogether > 1 ? group * C::kWarpgroupM : 0;  // of the tile
+    const int row = C::kTogether > 1 ? group * C::kWarpgroupM : 0;  // first row within the tile
     for (int tile = first; at.has(tile); tile += C::kConsumers * at.num_clusters) {
         Epilogue epilogue(k, at.tile_m(tile) + row, at.tile_n(tile), round++);
         epilogue.begin(sums, wait);

@@ -9,7 +9,7 @@
 
 namespace bytetx::gemm {
 
-constexpr int kSmemBytesOfTwo = 113 * 1024;  // of each of two CTAs of an SM
+constexpr int kSmemBytesOfTwo = 113 * 1024;  // each of two CTAs of an SM has so much
 constexpr int kFewestStages = 3;             // that hide a trip to L2
 // Measured in chains of BERT's layers on an H200, not in chains of one product: with more stages
 // a text of 128 tokens takes 283 us instead of 276, with CTAs that share an SM one of 32 takes 243
@@ -63,7 +63,7 @@ void launch_small_m(const LinearParams& o, cudaStream_t stream) {
     // Two stages at least: one is given back when the next one's products have begun.
     while (ranks > 1 && kHead + 2 * kStage + parts_bytes(ranks) > kMostSmemBytes) --ranks;
     const int ctas = p.tiles_m * p.tiles_n * ranks;
-    const int blocks = num_tiles(p.num_k_blocks, ranks);  // of a CTA, at most
+    const int blocks = num_tiles(p.num_k_blocks, ranks);  // most k blocks of one CTA
     const auto shape = small_m_shape<C>(ctas, ranks, blocks, parts_bytes(ranks));
     p.stages = {shape.num_stages, (a_rows + C::kTileN) * kBlockK * kElementBytes};
     allow_smem_once<K::kFunction>(kMostSmemBytes);

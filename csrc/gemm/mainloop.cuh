@@ -13,7 +13,7 @@ __device__ __forceinline__ void multiply(S& s, int num_blocks, Index& ring,
                                          typename C::Accumulators& sums, OnLast&& on_last,
                                          int a_offset) {
     constexpr int kRowBytes = kBlockK * kElementBytes, kGroupStep = 8 * kRowBytes / 16;
-    constexpr int kFeatureBytes = 32;  // of one wgmma
+    constexpr int kFeatureBytes = 32;  // bytes of a row that one wgmma reads
     const auto multiply_stage = [&] {
         FullBarrier::wait(&s.ring.full[ring.index], ring.phase);
         const Operand a = operand_at<kRowBytes>(s.stages.a(ring.index) + a_offset, kGroupStep);

@@ -17,7 +17,7 @@ namespace bytetx::gemm {
 constexpr uint64_t kAbsent = ~uint64_t{0};
 constexpr int kMostSpins = 1 << 26;  // some ten seconds; then a peer is gone
 
-// Of columns of a row: their mean, and the sum of squares around it.
+// Mean of some columns of a row, and the sum of squares around it.
 struct Moments {
     float mean, squares;
 };
@@ -48,7 +48,7 @@ struct RowNormEpilogue : EpilogueDefaults {
     using T = typename C::Element;
     using Layout = TileLayout<C>;
     static constexpr bool kHasParameters = true;
-    static constexpr int kRows = Layout::kRowsOfThread;  // of a quad
+    static constexpr int kRows = Layout::kRowsOfThread;  // rows per quad of threads
     static constexpr int kGroups = Layout::kColumnGroups;
     static constexpr int kPartColumns = C::kClusterCtas * C::kTileN;
     static constexpr int64_t kStride = C::kColumns;  // known here, it costs no registers
@@ -174,8 +174,8 @@ struct RowNormEpilogue : EpilogueDefaults {
         }
     }
 
-    // What centred sums are multiplied by, and what is added then. Lane t of a quad sends and joins
-    // row t; every CTA joins in the same order, and so gets the same bits.
+    // Factor of the centred sums, and the term added then. Lane t of a quad sends and joins row t;
+    // every CTA joins in the same order, and so gets the same bits.
     __device__ __forceinline__ void join(const float (&mean)[kRows], const float (&squares)[kRows],
                                          float (&scale)[kRows], float (&offset)[kRows]) const {
         Moments own{mean[0], squares[0]};
@@ -256,7 +256,7 @@ struct RowNormEpilogue : EpilogueDefaults {
         return merge<kPartColumns>(of);
     }
 
-    // What a peer puts there (join_parts() there), and kAbsent in its place.
+    // Takes what a peer puts there (join_parts() there), and leaves kAbsent in its place.
     static __device__ __forceinline__ Moments take(uint64_t* place) {
         uint64_t got;
         int spins = 0;

@@ -25,7 +25,7 @@ struct RasterOrder {
     int rows;   // rows of cluster tiles in a band
 };
 
-// What schedulers share whose CTAs have tiles of their own, each over all features.
+// Base of schedulers whose CTAs have tiles of their own, each over all features.
 template <typename C>
 struct WholeKCta {
     static constexpr bool kProducerReturns = false;
@@ -50,7 +50,7 @@ struct WholeKCta {
     __device__ __forceinline__ void end_producer() const {}
 };
 
-// What persistent schedulers share: a CTA has several tiles.
+// Base of persistent schedulers: a CTA has several tiles.
 template <typename C>
 struct PersistentCta : WholeKCta<C> {
     static constexpr bool kIsPersistent = true;
@@ -115,7 +115,7 @@ struct OneTileScheduler : WholeKCta<C> {
     static constexpr int num_clusters = 0;
     int rank = cluster_rank();
     int cluster = static_cast<int>(blockIdx.x) / C::kClusterCtas;
-    int m, n;  // of the tile
+    int m, n;  // origin of the tile, in elements
 
     __device__ __forceinline__ OneTileScheduler(const Problem& p, const Inputs&)
         : WholeKCta<C>{p},
@@ -128,7 +128,7 @@ struct OneTileScheduler : WholeKCta<C> {
     __device__ __forceinline__ void sync_end() const {}  // the producer has waited for the others
 };
 
-// What schedulers share whose clusters have one tile: as many CTAs as the launch says share k. The
+// Base of schedulers whose clusters have one tile: as many CTAs as the launch says share k. The
 // tile's place is computed before roles part.
 template <typename C>
 struct SplitKCta {
@@ -138,7 +138,7 @@ struct SplitKCta {
     int rank = cluster_rank();
     int num_ranks = cluster_size();
     int cluster = static_cast<int>(blockIdx.x) / num_ranks;
-    int m, n;  // of the tile
+    int m, n;  // origin of the tile, in elements
     Share blocks;
 
     __device__ __forceinline__ explicit SplitKCta(const Problem& p)

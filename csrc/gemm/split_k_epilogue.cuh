@@ -33,7 +33,7 @@ struct SplitKEpilogue : LinearEpilogue<C, kForm, kGated> {
     };
 
     Smem& s;
-    float4* memory;  // of all units that this rank finishes, from every rank
+    float4* memory;  // every rank's parts of the units that this rank finishes
     int rank, num_ranks;
 
     template <typename K>
@@ -54,7 +54,7 @@ struct SplitKEpilogue : LinearEpilogue<C, kForm, kGated> {
         }
     }
 
-    // What follows the stages in shared memory.
+    // Bytes of shared memory behind the stages.
     static __host__ __device__ int memory_bytes(int num_ranks) {
         return num_ranks == 1 ? 0 : most_units_of_rank(num_ranks) * num_ranks * kUnitBytes;
     }
@@ -104,7 +104,7 @@ struct SplitKEpilogue : LinearEpilogue<C, kForm, kGated> {
     static __host__ __device__ int most_units_of_rank(int num_ranks) {
         return (kUnits + num_ranks - 1) / num_ranks;
     }
-    // Of the rank's unit number j: half an eight from a rank.
+    // Address of half an eight from rank `from`, in the rank's unit number j.
     __device__ __forceinline__ float4* place(int j, int from, int eight, int half) const {
         return memory + (((j * num_ranks + from) * kEights + eight) * 2 + half) * kThreads +
                threadIdx.x;
@@ -132,7 +132,7 @@ struct SplitKEpilogue : LinearEpilogue<C, kForm, kGated> {
         }
     }
 
-    // What all ranks pushed, in the order of their ranks.
+    // Sum of what all ranks pushed, in the order of their ranks.
     __device__ __forceinline__ void add_up(int j, int eight, float (&sum)[8]) const {
 #pragma unroll
         for (int e = 0; e < 8; ++e) sum[e] = 0.0f;

@@ -16,7 +16,7 @@ namespace bytetx::gemm {
 
 template <typename C, int kAlignment, int kColumns = C::kTileN>
 struct TileInput {
-    static constexpr int kStrips = C::kTileN / kColumns;  // of a tile
+    static constexpr int kStrips = C::kTileN / kColumns;  // strips per tile
     alignas(kAlignment) typename C::Element input[C::kTileM * kColumns];
     uint64_t input_full[C::kConsumers], input_empty;
 };
@@ -59,7 +59,7 @@ __device__ __forceinline__ void fetch_boxes(S& s, const Copy& copy) {
 template <typename C, typename S, typename Accumulators>
 __device__ __forceinline__ void add_input(S& s, Accumulators& sums, int index, int strip = 0) {
     using Layout = TileLayout<C>;
-    constexpr int kGroups = C::kInputColumns / kPermutedRows;  // of columns, of a strip
+    constexpr int kGroups = C::kInputColumns / kPermutedRows;  // groups of columns per strip
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
     const int row = thread / 32 * 16 + thread % 32 / 4;  // the thread's first, of the tile
     wait_for_input(s, index);

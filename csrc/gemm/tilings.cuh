@@ -7,7 +7,7 @@ namespace bytetx::gemm {
 constexpr int kWarpgroupThreads = 128;
 constexpr int kBlockK = 64;  // elements of a stage's row: one swizzled row of 128 bytes
 constexpr int kElementBytes = 2;
-constexpr int kMostSmemBytes = 227 * 1024;  // of a CTA
+constexpr int kMostSmemBytes = 227 * 1024;  // shared memory of one CTA
 
 template <typename C>
 struct StaticStages;
