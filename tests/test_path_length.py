@@ -3,8 +3,6 @@
 The bounds are those of today, rounded up a little; a change lowers them, or says why it does not.
 """
 
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,33 +10,9 @@ import pytest
 import torch
 from checkpoints import save_causal, save_checkpoint
 from hf_models import padded_inputs, tiny_model
+from path_lengths import path_length
 
 import bytetx
-
-ROOT = str(Path(bytetx.__file__).parent)
-
-
-def path_length(call: Callable[[], object]) -> tuple[int, int]:
-    """(files, functions) of bytetx that a call runs once it has run twice, in all its threads."""
-    for _ in range(2):
-        call()
-    seen: set[tuple[str, str]] = set()
-
-    def note(frame, event, argument):
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOT):
-            seen.add((code.co_filename, code.co_qualname))
-
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    inner = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
-    functions = {(file, name) for file, name in seen if not name.endswith(inner)}
-    return len({file for file, _ in functions}), len(functions)
 
 
 def embed(folder: Path) -> Callable[[], object]:
@@ -69,6 +43,6 @@ def wrap(folder: Path) -> Callable[[], object]:
 def test_a_call_is_short(
     make: Callable[[Path], Callable[[], object]], num_files: int, num_functions: int, tmp_path: Path
 ) -> None:
-    files, functions = path_length(make(tmp_path))
+    files, functions = path_length(lambda: make(tmp_path))
     assert files <= num_files, files
     assert functions <= num_functions, functions

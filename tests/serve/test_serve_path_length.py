@@ -1,0 +1,27 @@
+"""How many files and functions of bytetx a request runs, from the application to its answer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from path_lengths import path_length
+from serving import InProcess
+
+from bytetx.serve.loading import load_models
+from bytetx.serve.settings import ServeSettings, model_sources
+
+
+def test_embed_is_short(checkpoints: dict[str, Path]) -> None:
+    """The bounds are those of today, rounded up a little."""
+
+    def make() -> Callable[[], object]:
+        settings = ServeSettings(model_sources([str(checkpoints["embedder"])]), device="cpu")
+        app = InProcess(settings, load_models(settings))
+
+        def post() -> None:
+            assert app.post("/embed", {"inputs": ["a fox"]}).status_code == 200
+
+        return post
+
+    files, functions = path_length(make)
+    assert files <= 62, files
+    assert functions <= 276, functions
