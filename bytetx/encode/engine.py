@@ -360,7 +360,8 @@ class EncodeEngine:
         call.num_open += len(requests)
         call.open_tokens += requests.total_tokens
         self._queue.add(call, requests, now)
-        if self._current is not None and requests.total_tokens <= self._current.short_tokens:
+        current = self._current  # read once: the thread that runs steps takes it away
+        if current is not None and requests.total_tokens <= current.short_tokens:
             self._short_seen = now
         self._changed.notify_all()
 

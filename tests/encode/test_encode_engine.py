@@ -408,6 +408,32 @@ def test_a_caller_that_leaves_while_it_is_woken_ends_no_engine() -> None:
     engine.close()
 
 
+class EndingEngine(EncodeEngine):
+    """The engine's thread takes the step that runs away between two looks at it."""
+
+    step: SimpleNamespace | None = SimpleNamespace(short_tokens=0)
+
+    @property
+    def _current(self) -> SimpleNamespace | None:
+        step, self.step = self.step, None
+        return step
+
+    @_current.setter
+    def _current(self, step: SimpleNamespace | None) -> None:
+        pass
+
+
+def test_texts_that_come_just_when_a_step_ends_are_queued() -> None:
+    engine = make_engine(FakeTransformer())
+    engine.__class__ = EndingEngine
+
+    async def main() -> None:
+        assert await answer(engine, submit(engine, [[4]])) == {0: 4.0}
+
+    run(main())
+    engine.close()
+
+
 def test_a_receiver_that_fails_ends_its_call_alone() -> None:
     class Broken(Collected):
         def fail(self, index: int, error: InputError) -> None:
