@@ -1,7 +1,7 @@
 """Linear layers on packed rows: our kernels on Hopper GPUs and of bf16 on CPUs, or oneDNN."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import ClassVar
 
@@ -58,6 +58,8 @@ class LinearWeight:
     int8: the weight in 8 bits, whose panels `weight` is then; dtype stays that of x.
     batch_invariant: a row's bits do not depend on the other rows, nor on how many there are.
     sum_bias: of a rank's share of the inputs, the bias [n] that the sum over ranks gets.
+    backend: chosen once, from what the machine has: cuda, int8, bf16 (our kernels on CPUs), onednn
+    or torch.
     Other members: as of bytetx.ops.weight.Weight.
     """
 
@@ -73,6 +75,10 @@ class LinearWeight:
     int8: Int8Weight | None = None
     batch_invariant: bool = False
     sum_bias: Tensor | None = None
+    backend: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backend", _choose_backend(self))
 
     @property
     def dense(self) -> "LinearWeight":
@@ -113,9 +119,9 @@ def prepare_linear(
         has_kernel=_has_kernel(weight, bias),
         batch_invariant=batch_invariant,
     )
-    if prepack and _takes_bf16_kernel(w):
+    if prepack and w.backend == "bf16":
         return replace(w, weight=pack_bf16_weight(weight.detach()), is_prepacked=True)
-    if prepack and _takes_onednn(w):
+    if prepack and w.backend == "onednn":
         dense = weight.detach().contiguous()
         packed = torch.ops.mkldnn._reorder_linear_weight(dense, _PREPACK_ROWS)
         return replace(w, weight=packed, is_prepacked=True)
@@ -158,9 +164,9 @@ def linear(
     if w.int8 is not None:
         sums = run_int8_linear(x, w.int8, activation=ACTIVATIONS.index(activation))
         return sums if residual is None else sums.add_(residual)
-    if _takes_bf16_kernel(w):
+    if w.backend == "bf16":
         return _linear_bf16(x, w, activation=activation, residual=residual)
-    if not _takes_onednn(w):
+    if w.backend != "onednn":
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     if x.shape[0] == 0:
         return x.new_empty((0, w.n))
@@ -195,7 +201,7 @@ def primitives_bytes(weights: Iterable[LinearWeight], *, most_rows: int) -> int:
 
     0 where oneDNN does not run them.
     """
-    shapes = {(w.n, w.k, w.dtype, w.bias is None) for w in weights if _takes_onednn(w)}
+    shapes = {(w.n, w.k, w.dtype, w.bias is None) for w in weights if w.backend == "onednn"}
     return min(len(shapes) * num_tile_rows(most_rows), _MAX_PRIMITIVES) * _PRIMITIVE_BYTES
 
 
@@ -313,12 +319,19 @@ def _has_kernel(weight: Tensor, bias: Tensor | None) -> bool:
     return all(is_aligned(t) and t.is_contiguous() for t in (weight, bias) if t is not None)
 
 
-def _takes_bf16_kernel(w: LinearWeight) -> bool:
-    if w.dtype != torch.bfloat16 or w.weight.device.type != "cpu" or w.int8 is not None:
-        return False
-    if w.is_prepacked:
-        return w.weight.dtype == torch.int32  # panels of pack_bf16_weight
-    return _runs_bf16_kernel(w.batch_invariant)
+def _choose_backend(w: LinearWeight) -> str:
+    if w.weight.device.type == "cuda":
+        return "cuda"
+    if w.int8 is not None:
+        return "int8"
+    if w.is_prepacked:  # our panels of bf16 are int32, see pack_bf16_weight
+        return "bf16" if w.weight.dtype == torch.int32 else "onednn"
+    if w.weight.device.type == "cpu":
+        if w.dtype == torch.bfloat16 and _runs_bf16_kernel(w.batch_invariant):
+            return "bf16"
+        if _has_onednn(w.dtype):
+            return "onednn"
+    return "torch"
 
 
 def has_invariant_bf16() -> bool:
@@ -346,15 +359,12 @@ def _runs_bf16_kernel(batch_invariant: bool) -> bool:
     return batch_invariant and _has_amx()
 
 
-def _takes_onednn(w: LinearWeight) -> bool:
-    return not _takes_bf16_kernel(w) and (w.is_prepacked or _has_onednn(w.weight))
-
-
-def _has_onednn(weight: Tensor) -> bool:
-    """Whether torch can run this weight through oneDNN's fused linear."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+@native.cached_lookup
+def _has_onednn(dtype: torch.dtype) -> bool:
+    """Whether torch can run such a weight on a CPU through oneDNN's fused linear."""
+    if not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_cpu_bf16())
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_cpu_bf16())
 
 
 def has_cpu_bf16() -> bool:

@@ -1,6 +1,7 @@
 """Row buffers with room up to a whole GEMM tile, so that a CPU meets few different row counts."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ _FEW_ROWS = ((8, 2), (32, 4), (128, 8))
 _LARGE_ROWS = 1024
 
 
+@lru_cache(maxsize=4096)
 def tile_rows(m: int) -> int:
     """m rounded up to the row counts that CPU GEMMs run at: 46 of them up to 1024 rows, 94 to 8192.
 

@@ -109,7 +109,7 @@ def failed_linear() -> RuntimeError:
         raise RuntimeError("linear.cu:90: cudaGetLastError(): invalid configuration argument")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytetx.ops.linear._has_onednn", broken)
+        patch.setattr("bytetx.ops.linear._rows_for_onednn", broken)
         with pytest.raises(RuntimeError) as raised:
             linear(torch.zeros(3, 8), weight)
     return raised.value
