@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
+from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_tensor
 from bytetx.ops.linear import (
     ACTIVATIONS,
     DTYPE_NAMES,
@@ -96,8 +96,11 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     Source: GLU variants (arXiv 2002.05202), section 2.
     """
     fused = w.fused
-    require_tensor("x", x, shape=(None, fused.k), dtypes=(fused.dtype,), device=fused.weight.device)
-    require_contiguous("x", x)
+    index = fused.weight.get_device()
+    if not isinstance(x, Tensor) or not is_operand(x, (*x.shape[:1], fused.k), fused.dtype, index):
+        device = fused.weight.device
+        require_tensor("x", x, shape=(None, fused.k), dtypes=(fused.dtype,), device=device)
+        require_contiguous("x", x)
     if activation not in GATES:
         raise ValueError(f"activation must be one of {', '.join(GATES)}, got {activation!r}")
     if w.has_kernel and not torch.compiler.is_compiling():

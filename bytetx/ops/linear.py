@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.bf16_linear import bf16_linear, pack_bf16_weight, why_no_bf16_linear
-from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
+from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_tensor
 from bytetx.ops.int8_linear import Int8Weight, prepare_int8_linear, run_int8_linear
 from bytetx.ops.linear_plan import (
     EPILOGUES,
@@ -151,11 +151,13 @@ def linear(
     rounded to 8 bits as well.
     Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
     """
-    require_tensor("x", x, shape=(None, w.k), dtypes=(w.dtype,), device=w.weight.device)
-    require_contiguous("x", x)
+    index = w.weight.get_device()
+    if not isinstance(x, Tensor) or not is_operand(x, (*x.shape[:1], w.k), w.dtype, index):
+        require_tensor("x", x, shape=(None, w.k), dtypes=(w.dtype,), device=w.weight.device)
+        require_contiguous("x", x)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if residual is not None:
+    if residual is not None and not is_operand(residual, (x.shape[0], w.n), w.dtype, index):
         shape = (x.shape[0], w.n)
         require_tensor("residual", residual, shape=shape, dtypes=(w.dtype,), device=x.device)
         require_contiguous("residual", residual)
