@@ -95,7 +95,7 @@ def _backing(op: str, device: torch.device) -> str:
     )
     if reason is None:
         return f"native, {native.describe_core(device.type)}"
-    if triton_backend.has_native_kernels(device):
+    if native.has_module(device):
         return "torch"
     if device.type == "cuda" and op in triton_backend.OPS:
         why_not = triton_backend.why_no_triton(device)

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bytetx.ops import comm_copies, comm_kernels, reference
-from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops.check import require_tensor
 from bytetx.ops.comm_epilogue import SumEpilogue
 from bytetx.ops.comm_plan import CommPlan, Layer, Op, plan_comm
 from bytetx.ops.comm_workspace import Workspace
-from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.linear import LinearWeight, linear, require_rows
 from bytetx.ops.row_norm import RowNorm
 from bytetx.ops.weight import Weight
 
@@ -85,7 +85,7 @@ def all_gather_gemm(
     _check_offsets(row_offsets, peers)
     own = row_offsets[peers.rank + 1] - row_offsets[peers.rank]
     plain = w.dense
-    _check_rows("x", x, (own, plain.k), plain)
+    require_rows("x", x, plain.k, plain, m=own)
     plan = plan or _plan(peers, "all_gather_gemm", w, row_offsets[-1])
     workspace = _kernel_workspace(peers)
     if workspace is None or not _can_gather(plan, w, workspace, row_offsets[-1]):
@@ -122,7 +122,7 @@ def column_gemm(
     measured at the sizes of large models' shards, where cuBLAS is faster for some.
     """
     plain = w.dense
-    _check_rows("x", x, (len(x), plain.k), plain)
+    require_rows("x", x, plain.k, plain)
     plan = plan or _plan(peers, "column_gemm", w, len(x))
     return _plain_gemm(x, w, activation=activation, plan=plan)
 
@@ -301,14 +301,9 @@ def _check_sum(
 ) -> None:
     if w.bias is not None:
         raise ValueError("w must have no bias: every rank would add it; give it as bias")
-    _check_rows("x", x, (x.shape[0], w.k), w)
-    _check_rows("residual", residual, shape, w)
+    require_rows("x", x, w.k, w)
+    require_rows("residual", residual, shape[1], w, m=shape[0])
     if partial is not None:
-        _check_rows("partial", partial, (x.shape[0], w.n), w)
+        require_rows("partial", partial, w.n, w, m=x.shape[0])
     if bias is not None:
         require_tensor("bias", bias, shape=(w.n,), dtypes=(w.dtype,), device=x.device)
-
-
-def _check_rows(name: str, x: Tensor, shape: tuple[int, int], w: LinearWeight) -> None:
-    require_tensor(name, x, shape=shape, dtypes=(w.dtype,), device=w.weight.device)
-    require_contiguous(name, x)

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_tensor
+from bytetx.ops.check import is_aligned, require_tensor
 from bytetx.ops.linear import (
     ACTIVATIONS,
     DTYPE_NAMES,
     LinearWeight,
     linear,
     prepare_linear,
+    require_rows,
     run_kernel,
 )
 from bytetx.ops.linear_plan import LinearPlan, plan_gated, plan_invariant
@@ -96,11 +97,7 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     Source: GLU variants (arXiv 2002.05202), section 2.
     """
     fused = w.fused
-    index = fused.weight.get_device()
-    if not isinstance(x, Tensor) or not is_operand(x, (*x.shape[:1], fused.k), fused.dtype, index):
-        device = fused.weight.device
-        require_tensor("x", x, shape=(None, fused.k), dtypes=(fused.dtype,), device=device)
-        require_contiguous("x", x)
+    require_rows("x", x, fused.k, fused)
     if activation not in GATES:
         raise ValueError(f"activation must be one of {', '.join(GATES)}, got {activation!r}")
     if w.has_kernel and not torch.compiler.is_compiling():

@@ -139,6 +139,21 @@ def quantize_linear(w: LinearWeight) -> LinearWeight:
     return replace(w, weight=int8.panels, bias=None, has_kernel=False, int8=int8)
 
 
+def require_rows(
+    name: str, rows: Tensor, width: int, w: LinearWeight, *, m: int | None = None
+) -> None:
+    """Check an operand of w's product: contiguous [m, width], of its dtype and on its device.
+
+    m: None is any number.  Raises as require_tensor and require_contiguous do.
+    """
+    if isinstance(rows, Tensor):
+        shape = (*rows.shape[:1], width) if m is None else (m, width)
+        if is_operand(rows, shape, w.dtype, w.weight.get_device()):
+            return
+    require_tensor(name, rows, shape=(m, width), dtypes=(w.dtype,), device=w.weight.device)
+    require_contiguous(name, rows)
+
+
 def linear(
     x: Tensor, w: LinearWeight, *, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
@@ -151,16 +166,11 @@ def linear(
     rounded to 8 bits as well.
     Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
     """
-    index = w.weight.get_device()
-    if not isinstance(x, Tensor) or not is_operand(x, (*x.shape[:1], w.k), w.dtype, index):
-        require_tensor("x", x, shape=(None, w.k), dtypes=(w.dtype,), device=w.weight.device)
-        require_contiguous("x", x)
+    require_rows("x", x, w.k, w)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if residual is not None and not is_operand(residual, (x.shape[0], w.n), w.dtype, index):
-        shape = (x.shape[0], w.n)
-        require_tensor("residual", residual, shape=shape, dtypes=(w.dtype,), device=x.device)
-        require_contiguous("residual", residual)
+    if residual is not None:
+        require_rows("residual", residual, w.n, w, m=x.shape[0])
     if x.is_cuda:
         return _linear_cuda(x, w, activation=activation, residual=residual)
     if w.int8 is not None:

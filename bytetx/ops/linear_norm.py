@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
-from bytetx.ops.linear import DTYPE_NAMES, LinearWeight, fuses_residual, linear
+from bytetx.ops.linear import DTYPE_NAMES, LinearWeight, fuses_residual, linear, require_rows
 from bytetx.ops.linear_plan import norms_rows
 from bytetx.ops.norm import layer_norm
 
@@ -52,16 +52,14 @@ def run_kernel(
     workspace: Tensor,
 ) -> Tensor:
     """The Hopper kernel on operands that it takes, with a workspace of make_workspace()."""
-    m, shape = x.shape[0], (x.shape[0], w.n)
-    require_tensor("x", x, shape=(None, w.k), dtypes=(w.dtype,), device=w.weight.device)
-    require_tensor("residual", residual, shape=shape, dtypes=(w.dtype,), device=x.device)
+    m = x.shape[0]
+    require_rows("x", x, w.k, w)
+    require_rows("residual", residual, w.n, w, m=m)
     for name, t in zip(("norm_weight", "norm_bias"), norm, strict=True):
         require_tensor(name, t, shape=(w.n,), dtypes=(w.dtype,), device=x.device)
         assert t is not None
         require_contiguous(name, t)
-    require_contiguous("x", x)
-    require_contiguous("residual", residual)
-    d = x.new_empty(shape)
+    d = x.new_empty((m, w.n))
     native.require_kernel("linear_norm", x.device)(
         a=x,
         b=w.weight,

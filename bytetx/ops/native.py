@@ -85,11 +85,8 @@ def kernel(op: str, device: torch.device) -> Kernel | None:
 
 @cached_lookup
 def has_module(device: torch.device) -> bool:
-    """Whether the native core runs on `device`, if not with a kernel of every op."""
-    module = _modules.get(device.type)
-    if module is None or isinstance(module, str):
-        return False
-    return device.type != "cuda" or refuse_gpu(device.index) is None
+    """Whether the native core has code for `device`, if not for every op."""
+    return not isinstance(_find_module(device.type, device.index), str)
 
 
 def require_kernel(op: str, device: torch.device) -> Kernel:
@@ -157,15 +154,19 @@ def gemm_all_reduce_tilings() -> list[tuple[str, int, int, bool]]:
 
 @cached_lookup
 def _lookup(op: str, device_type: str, index: int | None) -> Kernel | str:
-    module = _modules.get(device_type, f"no native core for device type {device_type}")
+    module = _find_module(device_type, index)
     if isinstance(module, str):
         return module
-    if device_type == "cuda":
-        refusal = refuse_gpu(index)
-        if refusal is not None:
-            return refusal
     missing = f"no kernel for {op} in bytetx.{module.__name__.split('.')[-1]}"
     return cast(Kernel | str, getattr(module, op, missing))
+
+
+def _find_module(device_type: str, index: int | None) -> ModuleType | str:
+    """The compiled module that runs on a device, or why there is none."""
+    module = _modules.get(device_type, f"no native core for device type {device_type}")
+    if isinstance(module, str) or device_type != "cuda":
+        return module
+    return refuse_gpu(index) or module
 
 
 def refuse_gpu(index: int | None) -> str | None:

@@ -33,7 +33,7 @@ _FOR_CUDA = "the Triton kernels are for CUDA GPUs"
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
     """bytetx.ops.triton_kernels where it serves this device instead of the native core."""
-    return None if has_native_kernels(device) else triton_beside_native(device)
+    return None if native.has_module(device) else triton_beside_native(device)
 
 
 def triton_beside_native(device: torch.device) -> ModuleType | None:
@@ -44,15 +44,10 @@ def triton_beside_native(device: torch.device) -> ModuleType | None:
 
 def why_no_triton(device: torch.device) -> str | None:
     """Why triton_kernels gives None, with what to do about it where something can be done."""
-    if has_native_kernels(device):
+    if native.has_module(device):
         return "the native kernels serve this GPU" if device.type == "cuda" else _FOR_CUDA
     found = _lookup(device.type, device.index)
     return found if isinstance(found, str) else None
-
-
-def has_native_kernels(device: torch.device) -> bool:
-    """Whether the native core has code for this device, if not for every op."""
-    return native.has_module(device)
 
 
 @native.cached_lookup
