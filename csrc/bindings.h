@@ -111,11 +111,10 @@ struct FromPython<T*> {
         if (self == Py_None) return nullptr;
         if (PyLong_Check(self)) return from_int(self);
         static PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
-        PyObject* found = PyObject_VectorcallMethod(data_ptr, &self, 1, nullptr);
-        if (found == nullptr) throw py::error_already_set();
-        const unsigned long long address = PyLong_AsUnsignedLongLong(found);
-        Py_DECREF(found);
-        return reinterpret_cast<T*>(static_cast<Address>(address));
+        const auto found = py::reinterpret_steal<py::object>(
+            PyObject_VectorcallMethod(data_ptr, &self, 1, nullptr));
+        if (!found) throw py::error_already_set();
+        return from_int(found.ptr());
     }
 
     static T* from_int(PyObject* value) {
