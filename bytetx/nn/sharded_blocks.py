@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import (
-    LayerGather,
-    LocalBlocks,
-    Rows,
-)
+from bytetx.nn.blocks import LayerGather, LocalBlocks, Rows
 from bytetx.nn.layers import LayerWeights
 from bytetx.ops.comm_gemm import (
     all_gather_gemm,

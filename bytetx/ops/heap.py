@@ -29,9 +29,8 @@ def release_heap_after(num_tokens: int) -> None:
 def limit_heaps() -> None:
     """Has all threads of a server share few heaps, where the C library has several (glibc).
 
-    Call it before threads start.  With a heap for each thread, largest bodies, which any thread may
-    work on, grew the server for as long as it ran: malloc_trim leaves up to 64 MiB at the end of
-    every heap but the first.
+    Call it before threads start.  malloc_trim leaves free pages at the end of every heap but the
+    first, and any thread may work on a largest body.
     """
     mallopt = _libc_function("mallopt")
     if mallopt is not None:

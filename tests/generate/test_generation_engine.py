@@ -265,7 +265,7 @@ def test_async_callers_get_their_own_answers(runs_ahead: bool) -> None:
 def test_an_error_of_adding_a_request_is_that_request_s_alone() -> None:
     inner, _, scheduler = engine_of()
     own = inner._new_detokenizer
-    broken = iter([1, 0])  # of the next request's two outputs, the second one's
+    broken = iter([1, 0])  # the second output of the next request fails
 
     def new_detokenizer(*args: object) -> object:
         if next(broken, 1):
