@@ -20,7 +20,6 @@ WITHOUT_TORCH = [
     "bytetx.checkpoint.spec",
     "bytetx.encode.request",
     "bytetx.encode.request_queue",
-    "bytetx.encode.scheduler",
     "bytetx.executor.channel",
     "bytetx.executor.control",
     "bytetx.executor.heartbeat",

@@ -16,8 +16,15 @@ import numpy as np
 
 from bytetx.encode.model_runner import Launched, Runner
 from bytetx.encode.request import Failure, Requests, join_requests
-from bytetx.encode.request_queue import OpenCall, RequestQueue, Taken, waiters_of, wake
-from bytetx.encode.scheduler import plan_steps
+from bytetx.encode.request_queue import (
+    OpenCall,
+    RequestQueue,
+    Taken,
+    even_share,
+    longest_first,
+    waiters_of,
+    wake,
+)
 from bytetx.encode.shared_pass import Part, SharedPass
 from bytetx.encode.step import Task, finish_finite, is_head, not_finite_error
 from bytetx.errors import (
@@ -398,11 +405,14 @@ class EncodeEngine:
         """Steps of texts that wait for no others."""
         call.num_open += len(requests)
         call.open_tokens += requests.total_tokens
-        now = self._clock()
-        return [
-            _step([[Share(call, some, now)]])
-            for some in plan_steps(requests, token_budget=self.token_budget)
-        ]
+        now, budget = self._clock(), self.token_budget
+        if requests.total_tokens <= budget:
+            return [_step([[Share(call, longest_first(requests), now)]])] if requests else []
+        queue, steps = RequestQueue(age_limit_s=np.inf), list[EncodeStep]()
+        queue.add(call, requests, now)
+        while queue:
+            steps += _steps_of(queue.take(even_share(queue.queued_tokens, budget), now))
+        return steps
 
     def launch(self, step: EncodeStep, *, between_layers: Callable[[], None] | None = None) -> None:
         """Starts a step; where that fails, its calls run alone, or the only one gets the error."""
@@ -639,7 +649,7 @@ def _steps_of(taken: Sequence[Taken]) -> list[EncodeStep]:
     """Steps of texts: one of all tasks that share a pass, and one of each other task."""
     by_key: dict[Any, list[Share]] = {}
     for some in taken:
-        share = Share(some.call, some.requests(), some.piece.time)
+        share = Share(some.call, some.requests(), some.texts.time)
         by_key.setdefault(share.call.key, []).append(share)
     sharing: list[list[Share]] = []
     steps: list[EncodeStep] = []

@@ -22,33 +22,26 @@ _MAX_PASSED_OVER = 16
 # A call gets at least so large a share of a step at a time: with many calls of many texts, the
 # shortest first would be one text of each in turn, and the work on the host one of each text.
 _LEAST_SHARE = 32
+_BUDGET_PARTS = 32  # granularity of step sizes; the buckets of CUDA graphs have the same
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
-    """Texts of one call that were queued together, the shortest first.
+class QueuedTexts:
+    """Texts of one call that were queued together, the longest first; steps take the last ones.
 
-    requests: their columns, in this order.  ends: int64, tokens up to and with each text.
-    num_taken: texts that are in steps already, the first ones.  time: when they were queued.
+    requests: their columns, in this order.  cu_seqlens: that of `requests`.
+    time: when they were queued.  num_left: texts that are in no step yet, the first ones.
     """
 
     requests: Requests
-    ends: np.ndarray
+    cu_seqlens: np.ndarray
     time: float
-    num_taken: int = 0
-
-    @property
-    def tokens_taken(self) -> int:
-        return int(self.ends[self.num_taken - 1]) if self.num_taken else 0
+    num_left: int
 
     @property
     def next_tokens(self) -> int:
         """Tokens of the next text."""
-        return int(self.ends[self.num_taken]) - self.tokens_taken
-
-    @property
-    def is_empty(self) -> bool:
-        return self.num_taken == len(self.ends)
+        return int(self.requests.seqlens[self.num_left - 1])
 
 
 class Receiver(Protocol):
@@ -73,7 +66,7 @@ class OpenCall:
     num_calls: of callers, where several run as one.
     num_reading, reading_tokens: texts that are being tokenised, and a guess of their tokens.
     num_open, open_tokens: texts that were queued and have no result yet.
-    num_queued, queued_tokens: texts in `pieces`, which no step has.
+    num_queued, queued_tokens: texts in `waiting`, which no step has.
     served_tokens: of its texts that were taken for steps.
     entry: number of its entry in the heap; entries with other numbers are stale.
     queue_seconds, compute_seconds: sums over num_computed texts.
@@ -96,7 +89,7 @@ class OpenCall:
     queued_tokens: int = 0
     served_tokens: int = 0
     is_dropped: bool = False
-    pieces: deque[Piece] = field(default_factory=deque)
+    waiting: deque[QueuedTexts] = field(default_factory=deque)
     entry: int = -1
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -126,10 +119,10 @@ class OpenCall:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Texts start to stop of a piece, taken for a step."""
+    """Texts start to stop of those that were queued together, taken for a step."""
 
     call: OpenCall
-    piece: Piece
+    texts: QueuedTexts
     start: int
     stop: int
 
@@ -139,19 +132,13 @@ class Taken:
 
     @property
     def total_tokens(self) -> int:
-        before = int(self.piece.ends[self.start - 1]) if self.start else 0
-        return int(self.piece.ends[self.stop - 1]) - before
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest text: the last one."""
-        return int(self.piece.requests.seqlens[self.stop - 1])
+        return int(self.texts.cu_seqlens[self.stop] - self.texts.cu_seqlens[self.start])
 
     def requests(self) -> Requests:
-        """The columns of these texts, views of the piece's."""
-        if self.start == 0 and self.stop == len(self.piece.ends):
-            return self.piece.requests
-        return self.piece.requests.cut([self.start, self.stop])[0]
+        """The columns of these texts, views of all that were queued together."""
+        if self.num_texts == len(self.texts.requests):
+            return self.texts.requests
+        return self.texts.requests.cut([self.start, self.stop])[0]
 
 
 class RequestQueue:
@@ -166,7 +153,7 @@ class RequestQueue:
     def __init__(self, *, age_limit_s: float):
         self._age_limit_s = age_limit_s
         self._heaps: dict[int, list[tuple[int, int, OpenCall]]] = {}
-        self._arrivals: deque[tuple[OpenCall, Piece]] = deque()
+        self._arrivals: deque[tuple[OpenCall, QueuedTexts]] = deque()
         self._numbers = count()
         self._num_stale = 0
         self._passed_over: OpenCall | None = None
@@ -185,11 +172,10 @@ class RequestQueue:
         """Queues texts of a call that was not dropped."""
         if not len(requests):
             return
-        if len(requests) > 1:
-            requests = requests.take(np.argsort(requests.seqlens, kind="stable"))
-        piece = Piece(requests, np.cumsum(requests.seqlens, dtype=np.int64), now)
-        call.pieces.append(piece)
-        self._arrivals.append((call, piece))
+        requests = longest_first(requests)
+        texts = QueuedTexts(requests, requests.cu_seqlens, now, len(requests))
+        call.waiting.append(texts)
+        self._arrivals.append((call, texts))
         self._count(call, len(requests), requests.total_tokens)
         if call.entry < 0:
             self._push(call)
@@ -198,7 +184,7 @@ class RequestQueue:
         """Forgets a call's texts that are in no step yet."""
         call.is_dropped = True
         self._count(call, -call.num_queued, -call.queued_tokens)
-        call.pieces.clear()
+        call.waiting.clear()
         if call.entry >= 0:
             call.entry = -1
             self._num_stale += 1
@@ -249,7 +235,7 @@ class RequestQueue:
     def _push(self, call: OpenCall) -> None:
         """Gives a call with texts its place by the rank of the next one."""
         call.entry = next(self._numbers)
-        rank = _served(call) + call.pieces[0].next_tokens
+        rank = _served(call) + call.waiting[0].next_tokens
         heapq.heappush(self._heaps.setdefault(call.priority, []), (rank, call.entry, call))
 
     def _best(self, heap: list[tuple[int, int, OpenCall]]) -> OpenCall | None:
@@ -260,18 +246,18 @@ class RequestQueue:
         return heap[0][2] if heap else None
 
     def _take_all(self) -> list[Taken]:
-        """All texts, each piece at once, by classes and ranks of calls."""
+        """All texts, those queued together at once, by classes and ranks of calls."""
         taken: list[Taken] = []
         for priority in sorted(self._heaps):
             for _, entry, call in sorted(self._heaps[priority]):
                 if entry != call.entry:
                     continue  # stale
-                for piece in call.pieces:
-                    taken.append(Taken(call, piece, piece.num_taken, len(piece.ends)))
-                    piece.num_taken = len(piece.ends)
+                for texts in call.waiting:
+                    taken.append(Taken(call, texts, 0, texts.num_left))
+                    texts.num_left = 0
                 call.served_tokens += call.queued_tokens
                 self._count(call, -call.num_queued, -call.queued_tokens)
-                call.pieces.clear()
+                call.waiting.clear()
                 call.entry = -1
         self._forget()
         return taken
@@ -280,32 +266,32 @@ class RequestQueue:
         """Takes texts beyond the age limit. Returns the room that is left in the step."""
         room, share = budget, budget // 2
         while (oldest := self._oldest()) is not None:
-            call, piece = oldest
-            if now - piece.time < self._age_limit_s or (taken and share < piece.next_tokens):
+            call, texts = oldest
+            if now - texts.time < self._age_limit_s or (taken and share < texts.next_tokens):
                 break
-            found = self._take_texts(call, piece, tokens=max(share, piece.next_tokens))
+            found = self._take_texts(call, texts, tokens=max(share, texts.next_tokens))
             taken.append(found)
             share, room = share - found.total_tokens, room - found.total_tokens
         return room
 
-    def _oldest(self) -> tuple[OpenCall, Piece] | None:
+    def _oldest(self) -> tuple[OpenCall, QueuedTexts] | None:
         while self._arrivals:
-            call, piece = self._arrivals[0]
-            if not call.is_dropped and not piece.is_empty:
-                return call, piece
+            call, texts = self._arrivals[0]
+            if not call.is_dropped and texts.num_left:
+                return call, texts
             self._arrivals.popleft()
         return None
 
     def _take_passed_over(self, taken: list[Taken], room: int) -> int:
         """Takes the text that the last step had no room for, unless a better class waits."""
         call, self._passed_over = self._passed_over, None
-        if call is None or not call.pieces:
+        if call is None or not call.waiting:
             return room
         for priority in sorted(self._heaps):
             if priority < call.priority and self._best(self._heaps[priority]) is not None:
                 return room
-        piece = call.pieces[0]
-        taken.append(self._take_texts(call, piece, tokens=piece.next_tokens))
+        texts = call.waiting[0]
+        taken.append(self._take_texts(call, texts, tokens=texts.next_tokens))
         return room - taken[-1].total_tokens
 
     def _take_ranked(
@@ -325,14 +311,14 @@ class RequestQueue:
                 break
             heapq.heappop(heap)
             call.entry = -1
-            piece = call.pieces[0]
-            if piece.next_tokens > room and taken:
+            texts = call.waiting[0]
+            if texts.next_tokens > room and taken:
                 passed_over.append(call)
                 continue
             following = self._best(heap)
             tokens = room if following is None else min(room, heap[0][0] - _served(call))
             tokens = max(tokens, min(least, room))
-            taken.append(self._take_texts(call, piece, tokens=max(tokens, piece.next_tokens)))
+            taken.append(self._take_texts(call, texts, tokens=max(tokens, texts.next_tokens)))
             room -= taken[-1].total_tokens
         for call in passed_over:
             self._push(call)
@@ -340,20 +326,21 @@ class RequestQueue:
             self._passed_over = passed_over[0]
         return room
 
-    def _take_texts(self, call: OpenCall, piece: Piece, *, tokens: int) -> Taken:
-        """Takes texts of a piece, as many as have at most so many tokens; one at least."""
-        start = piece.num_taken
-        stop = int(np.searchsorted(piece.ends, piece.tokens_taken + tokens, side="right"))
-        found = Taken(call, piece, start, max(stop, start + 1))
-        piece.num_taken = found.stop
-        if piece.is_empty:
-            call.pieces.remove(piece)
+    def _take_texts(self, call: OpenCall, texts: QueuedTexts, *, tokens: int) -> Taken:
+        """Takes the last texts, as many as have at most so many tokens; one at least."""
+        stop = texts.num_left
+        starts, end = texts.cu_seqlens[:stop], texts.cu_seqlens[stop]
+        start = min(int(np.searchsorted(starts, end - tokens)), stop - 1)
+        found = Taken(call, texts, start, stop)
+        texts.num_left = start
+        if not start:
+            call.waiting.remove(texts)
         self._count(call, -found.num_texts, -found.total_tokens)
         call.served_tokens += found.total_tokens
         if call.entry >= 0:
             call.entry = -1
             self._num_stale += 1
-        if call.pieces:
+        if call.waiting:
             self._push(call)
         return found
 
@@ -367,7 +354,7 @@ class RequestQueue:
             self._heaps[priority] = kept
             if not kept:
                 del self._heaps[priority]
-        waiting = ((call, piece) for call, piece in self._arrivals if not call.is_dropped)
+        waiting = ((call, texts) for call, texts in self._arrivals if not call.is_dropped)
         self._arrivals = deque(waiting)
         self._num_stale = 0
 
@@ -377,6 +364,24 @@ class RequestQueue:
             self._heaps.clear()
             self._arrivals.clear()
             self._num_stale, self._passed_over = 0, None
+
+
+def longest_first(requests: Requests) -> Requests:
+    """The texts of a call in the order in which a step has them."""
+    if len(requests) < 2:
+        return requests
+    return requests.take(np.argsort(-requests.seqlens, kind="stable"))
+
+
+def even_share(num_tokens: int, token_budget: int) -> int:
+    """Tokens of the next step of so many that wait for no others, at most token_budget.
+
+    Steps get equal shares: a last step of a few texts would cost almost as much as a full one.  A
+    share is rounded up to a part of the budget: a device pads steps to few sizes.
+    """
+    part = max(token_budget // _BUDGET_PARTS, 1)
+    share = -(-num_tokens // -(-num_tokens // token_budget))
+    return min(-(-share // part) * part, token_budget)
 
 
 def _served(call: OpenCall) -> int:

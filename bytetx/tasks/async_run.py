@@ -10,12 +10,11 @@ from typing import TypeVar
 
 from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.request import Failure, Window
-from bytetx.encode.scheduler import MAX_WINDOW_STEPS, windows
 from bytetx.requests.inputs import Input
 from bytetx.tasks.call import Call
 from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.reading_pool import Reading, ReadingPool
-from bytetx.tasks.run import CallRun
+from bytetx.tasks.run import MAX_WINDOW_STEPS, CallRun, windows
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """CallRun: one call on its way through an engine, in the caller's thread where it is alone."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -13,7 +13,6 @@ from bytetx.arguments import check_iterable
 from bytetx.encode.engine import EncodeEngine, EncodeStep
 from bytetx.encode.request import RunCounter, Window
 from bytetx.encode.request_queue import OpenCall
-from bytetx.encode.scheduler import windows
 from bytetx.errors import OptionError
 from bytetx.ops.heap import release_heap
 from bytetx.requests.inputs import Input
@@ -30,6 +29,12 @@ T = TypeVar("T")
 _WINDOWS_AHEAD = 2
 # Steps launched and not collected: one runs, one waits behind it, one is copied to the host.
 _STEPS_RUNNING = 3
+# A window ends a little before its steps are full: tokens are only estimated, and steps get equal
+# shares, so that a slight excess adds a step and leaves all of them much emptier.
+_WINDOW_FILL = 31 / 32
+# Steps that one window holds at most: enough to order lengths in and to keep the last, partly
+# filled step of a window rare, few enough that streaming stays prompt and memory small.
+MAX_WINDOW_STEPS = 4
 
 
 class CallRun(Generic[T]):
@@ -53,6 +58,29 @@ class CallRun(Generic[T]):
         )
         # Texts that were fine and have no result.
         self.failed = self.open.failed if self.chunks is None else self.chunks.failed
+
+
+def windows(
+    inputs: Iterable[Input], *, estimate_tokens: Callable[[Input], int], token_budget: int
+) -> Iterator[list[Input]]:
+    """Cuts the input into windows, pulling no more of it than the window that is asked for.
+
+    The first window is about one step long, so that the first forward pass starts at once; each
+    next one is twice as long, up to MAX_WINDOW_STEPS steps.  estimate_tokens: a cheap guess of one
+    input's tokens; it must be at least 1, so that a window always ends.
+    """
+    num_steps = 1
+    window: list[Input] = []
+    num_tokens = 0
+    for item in inputs:
+        window.append(item)
+        num_tokens += estimate_tokens(item)
+        if num_tokens >= num_steps * token_budget * _WINDOW_FILL:
+            yield window
+            window, num_tokens = [], 0
+            num_steps = min(2 * num_steps, MAX_WINDOW_STEPS)
+    if window:
+        yield window
 
 
 def perform(call: Call[T], engine: EncodeEngine, *, show_progress: bool = False) -> T:

@@ -1,8 +1,8 @@
-"""Windows and steps: no torch, nothing is lost, nothing runs over the budget."""
+"""Windows and steps of a caller alone: nothing is lost, nothing runs over the budget."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytetx.arguments import check_token_budget
+from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.request import Alignment, Failure, Requests, RunCounter, Window
-from bytetx.encode.scheduler import MAX_WINDOW_STEPS, plan_steps, windows
+from bytetx.encode.request_queue import OpenCall, even_share
 from bytetx.errors import InputError
+from bytetx.tasks.run import MAX_WINDOW_STEPS, windows
 
 seqlens_lists = st.lists(st.integers(0, 300), max_size=120)
 budgets = st.integers(1, 256)
@@ -29,6 +31,20 @@ def requests_of(seqlens: list[int], *, start: int = 0) -> Requests:
     )
 
 
+def plan_steps(requests: Requests, *, token_budget: int) -> list[Requests]:
+    """The texts of each step, with the indices of the call."""
+    engine = EncodeEngine(None, token_budget=token_budget)
+    call = OpenCall(SimpleNamespace(key="task"), None)
+    steps = engine.plan(call, requests)
+    assert all(share.call is call for step in steps for share in step.shares)
+    assert call.num_open == len(requests) and not call.num_queued
+    found = []
+    for step in steps:
+        indices = np.concatenate([share.requests.indices for share in step.shares])
+        found.append(replace(step.requests, indices=indices))
+    return found
+
+
 @given(seqlens_lists, budgets)
 def test_every_request_runs_once_within_the_budget(seqlens: list[int], budget: int) -> None:
     steps = plan_steps(requests_of(seqlens), token_budget=budget)
@@ -38,35 +54,25 @@ def test_every_request_runs_once_within_the_budget(seqlens: list[int], budget: i
         assert len(step) and (step.total_tokens <= budget or len(step) == 1)
 
 
-def steps_by_definition(seqlens: list[int], budget: int) -> list[list[int]]:
-    """What plan_steps vectorises: text by text, longest first, ties as they came."""
-    part = max(budget // 32, 1)
-
-    def share_and_room(tokens_left: int) -> tuple[int, int]:
-        num_steps = max(1, math.ceil(tokens_left / budget))
-        share = math.ceil(tokens_left / num_steps)
-        return share, math.ceil(share / part) * part
-
-    rows = sorted(range(len(seqlens)), key=lambda row: seqlens[row], reverse=True)
-    tokens_left = sum(seqlens)
-    share, room = share_and_room(tokens_left)
-    steps: list[list[int]] = [[]]
-    for row in rows:
-        taken = sum(seqlens[other] for other in steps[-1])
-        with_row = taken + seqlens[row]
-        is_full = with_row > budget or (taken >= share and with_row > room)
-        if steps[-1] and is_full:
-            steps.append([])
-            tokens_left -= taken
-            share, room = share_and_room(tokens_left)
-        steps[-1].append(row)
-    return steps if seqlens else []
-
-
 @given(seqlens_lists, budgets)
-def test_steps_are_those_of_the_definition(seqlens: list[int], budget: int) -> None:
-    steps = plan_steps(requests_of(seqlens), token_budget=budget)
-    assert [step.indices.tolist() for step in steps] == steps_by_definition(seqlens, budget)
+def test_a_step_ends_where_the_next_text_exceeds_its_share(seqlens: list[int], budget: int) -> None:
+    """The shortest texts come first, as many as have an even share of what is left."""
+    waiting = sorted(seqlens)
+    for step in plan_steps(requests_of(seqlens), token_budget=budget):
+        own, waiting = waiting[: len(step)], waiting[len(step) :]
+        assert sorted(step.seqlens.tolist()) == own
+        share = even_share(sum(own) + sum(waiting), budget) if any(own + waiting) else 0
+        assert sum(own) <= share or len(own) == 1
+        assert not waiting or sum(own) + waiting[0] > share
+    assert not waiting
+
+
+@given(st.integers(1, 5000), budgets)
+def test_shares_are_even(num_tokens: int, budget: int) -> None:
+    share, part = even_share(num_tokens, budget), max(budget // 32, 1)
+    num_steps = -(-num_tokens // budget)
+    assert share <= budget and share * num_steps >= num_tokens
+    assert share < -(-num_tokens // num_steps) + part
 
 
 @given(seqlens_lists, budgets, st.booleans())
@@ -94,11 +100,12 @@ def test_every_column_goes_with_its_text(seqlens: list[int], budget: int, has_al
             ]
 
 
-@given(seqlens_lists, budgets)
-def test_steps_take_the_longest_first(seqlens: list[int], budget: int) -> None:
-    steps = plan_steps(requests_of(seqlens), token_budget=budget)
-    planned = [seqlen for step in steps for seqlen in step.seqlens.tolist()]
-    assert planned == sorted(seqlens, reverse=True)
+@given(seqlens_lists)
+def test_a_step_alone_has_the_longest_first(seqlens: list[int]) -> None:
+    """Ties stay as they came."""
+    steps = plan_steps(requests_of(seqlens), token_budget=1 << 20)
+    order = sorted(range(len(seqlens)), key=lambda row: -seqlens[row])
+    assert [step.indices.tolist() for step in steps] == ([order] if seqlens else [])
 
 
 @given(st.lists(st.integers(1, 32), min_size=1, max_size=300), st.integers(128, 1024))
