@@ -25,8 +25,14 @@ from bytetx.encode.request_queue import (
     waiters_of,
     wake,
 )
-from bytetx.encode.shared_pass import Part, SharedPass
-from bytetx.encode.step import Task, finish_finite, is_head, not_finite_error
+from bytetx.encode.step import (
+    SharedPass,
+    Task,
+    TaskRows,
+    finish_finite,
+    is_head,
+    not_finite_error,
+)
 from bytetx.errors import (
     ClosedError,
     DeviceLostError,
@@ -407,7 +413,8 @@ class EncodeEngine:
         call.open_tokens += requests.total_tokens
         now, budget = self._clock(), self.token_budget
         if requests.total_tokens <= budget:
-            return [_step([[Share(call, longest_first(requests), now)]])] if requests else []
+            own = longest_first(requests) if len(requests) > 1 else requests
+            return [_step([[Share(call, own, now)]])] if len(own) else []
         queue, steps = RequestQueue(age_limit_s=np.inf), list[EncodeStep]()
         queue.add(call, requests, now)
         while queue:
@@ -432,15 +439,15 @@ class EncodeEngine:
         if launched is None:  # it failed
             return
         try:
-            outputs = launched.part_outputs()
+            outputs = launched.outputs_by_pass()
             finished = [
                 found
-                for part, own in zip(launched.parts, outputs, strict=True)
-                if len(part.step.requests)
+                for one, own in zip(launched.passes, outputs, strict=True)
+                if len(one.step.requests)
                 for found in (
-                    step.task.finish_parts(own, part.step)
+                    step.task.finish_parts(own, one.step)
                     if isinstance(step.task, SharedPass)
-                    else [finish_finite(step.task, own, part.step)]
+                    else [finish_finite(step.task, own, one.step)]
                 )
             ]
         except (DeviceLostError, ForkError):
@@ -663,7 +670,7 @@ def _steps_of(taken: Sequence[Taken]) -> list[EncodeStep]:
 
 def _step(groups: Sequence[Sequence[Share]]) -> EncodeStep:
     """The texts of some tasks, those of each task together."""
-    parts: list[Part] = []
+    parts: list[TaskRows] = []
     tokens: dict[OpenCall, int] = {}
     start = 0
     for group in groups:
@@ -672,7 +679,7 @@ def _step(groups: Sequence[Sequence[Share]]) -> EncodeStep:
             share.start, start = start, start + len(share.requests)
             share.stop = start
             tokens[share.call] = tokens.get(share.call, 0) + share.requests.total_tokens
-        parts.append(Part(group[0].call.task, first))
+        parts.append(TaskRows(group[0].call.task, first))
     shares = [share for group in groups for share in group]
     requests = join_requests([share.requests for share in shares])
     large = [count for count in tokens.values() if count >= _LONG_TOKENS]

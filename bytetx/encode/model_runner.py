@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from bytetx.encode.cuda_queue import CudaQueue
-from bytetx.encode.faults import memory_error, step_error
 from bytetx.encode.request import Failure, Requests
 from bytetx.encode.step import Computation, Step
+from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.nn.executor import Executor
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import pack_columns
@@ -21,7 +21,7 @@ logger = logging.getLogger("bytetx")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StartedPass:
     """A forward pass that was started. keep: what the device still uses, besides the tensors."""
 
     step: Step
@@ -41,25 +41,25 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step whose forward pass was started; `part_outputs()` waits until it is done.
+    """A step whose forward pass was started; `outputs_by_pass()` waits until it is done.
 
-    failures: requests that the device could not run.  parts: one, or several where the step did
+    failures: requests that the device could not run.  passes: one, or several where the step did
     not fit the device's memory.
     executor: what tells why a rank or the device is lost.
     """
 
     failures: tuple[Failure, ...]
-    parts: tuple[Part, ...]
+    passes: tuple[StartedPass, ...]
     executor: Executor
 
     def is_ready(self) -> bool:
-        """Whether `part_outputs()` returns at once."""
-        return all(part.is_done is None or part.is_done.query() for part in self.parts)
+        """Whether `outputs_by_pass()` returns at once."""
+        return all(one.is_done is None or one.is_done.query() for one in self.passes)
 
-    def part_outputs(self) -> list[tuple[np.ndarray, ...]]:
-        """Rows of each part's requests, apart. Raises DeviceLostError."""
+    def outputs_by_pass(self) -> list[tuple[np.ndarray, ...]]:
+        """Rows of the requests of each pass. Raises DeviceLostError."""
         try:
-            return [part.outputs() for part in self.parts]
+            return [one.outputs() for one in self.passes]
         finally:
             self.executor.check()  # it knows why the device is lost
 
@@ -106,26 +106,26 @@ class Runner:
         A step that does not fit the device's memory is cut in two, down to single requests; what
         cannot run becomes a Failure. Raises DeviceLostError where the device no longer answers.
         """
-        parts: list[Part] = []
+        passes: list[StartedPass] = []
         failures: list[Failure] = []
         waiting, may_release_graphs = [requests], True
         while waiting:
-            piece = waiting.pop()
+            some = waiting.pop()
             try:
-                parts.append(self._start(piece, task, between_layers))
+                passes.append(self._start(some, task, between_layers))
             except (RuntimeError, MemoryError) as error:
-                where = self._examine(error, piece)
+                where = self._examine(error, some)
                 if faults.is_out_of_memory(error) and may_release_graphs:
                     may_release_graphs = False  # captured again, they would fill it again
                     if self._queue is not None and self._queue.release_memory():
-                        waiting.append(piece)
+                        waiting.append(some)
                         continue
-                waiting += self._after(error, piece, failures, where=where)
-        return Launched(tuple(failures), tuple(parts), self.executor)
+                waiting += self._after(error, some, failures, where=where)
+        return Launched(tuple(failures), tuple(passes), self.executor)
 
     def _start(
         self, requests: Requests, task: Computation, between_layers: Callable[[], None] | None
-    ) -> Part:
+    ) -> StartedPass:
         spec, prompts = self.transformer.spec, requests.prompt_tokens
         batch = partial(
             pack_columns,
@@ -141,9 +141,9 @@ class Runner:
             transformer = self.transformer
             if between_layers is not None and self.is_interruptible:
                 transformer = transformer.interrupted_by(between_layers)
-            return Part(step, task.compute(transformer, step), self.device)
+            return StartedPass(step, task.compute(transformer, step), self.device)
         copies, is_done, keep = self._queue.start(step, task)
-        return Part(step, copies, self.device, is_done, keep)
+        return StartedPass(step, copies, self.device, is_done, keep)
 
     def _examine(self, error: Exception, requests: Requests) -> str:
         """Where a step failed. Raises what is not the device's doing, or a DeviceLostError."""
@@ -171,3 +171,28 @@ class Runner:
         failure.__cause__ = error.with_traceback(None)
         failures += [Failure(int(index), failure) for index in requests.indices]
         return []
+
+
+def memory_error(
+    error: Exception, requests: Requests, device: torch.device, *, where: str
+) -> DeviceMemoryError:
+    return DeviceMemoryError(
+        f"{_describe_step(requests)} does not fit the memory of {device}, not even alone in a "
+        f"step ({where}: {faults.first_line(error)}); free memory there, cut the text "
+        "(truncate=True), or load the model in float16 or on another device"
+    )
+
+
+def step_error(
+    error: Exception, requests: Requests, device: torch.device, *, where: str
+) -> StepError:
+    return StepError(
+        f"a kernel failed on {device} in a step of {_describe_step(requests)}, {where}: "
+        f"{faults.first_line(error)}; other steps are not affected. `bytetx info` lists the "
+        "kernels; cuda_graphs=False and a smaller token_budget rule out two causes"
+    )
+
+
+def _describe_step(requests: Requests) -> str:
+    texts = f"text {requests.indices[0]}" if len(requests) == 1 else f"{len(requests)} texts"
+    return f"{texts} with {requests.total_tokens} tokens"

@@ -172,7 +172,8 @@ class RequestQueue:
         """Queues texts of a call that was not dropped."""
         if not len(requests):
             return
-        requests = longest_first(requests)
+        if len(requests) > 1:
+            requests = longest_first(requests)
         texts = QueuedTexts(requests, requests.cu_seqlens, now, len(requests))
         call.waiting.append(texts)
         self._arrivals.append((call, texts))
@@ -368,8 +369,6 @@ class RequestQueue:
 
 def longest_first(requests: Requests) -> Requests:
     """The texts of a call in the order in which a step has them."""
-    if len(requests) < 2:
-        return requests
     return requests.take(np.argsort(-requests.seqlens, kind="stable"))
 
 

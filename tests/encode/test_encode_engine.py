@@ -574,7 +574,7 @@ class Ahead(Runner):
 
 class Pending:
     def __init__(self, launched: Launched, runner: Ahead, tokens: int):
-        self.parts, self.failures = launched.parts, launched.failures
+        self.passes, self.failures = launched.passes, launched.failures
         self._launched, self._runner, self._tokens = launched, runner, tokens
         self._is_done = False
 
@@ -582,10 +582,10 @@ class Pending:
         self._is_done = self._is_done or self._runner.done.acquire(blocking=False)
         return self._is_done
 
-    def part_outputs(self) -> list[tuple[np.ndarray, ...]]:
+    def outputs_by_pass(self) -> list[tuple[np.ndarray, ...]]:
         assert self._is_done or self._runner.done.acquire(timeout=WAIT_S)
         self._runner.events.append(f"collect {self._tokens}")
-        return self._launched.part_outputs()
+        return self._launched.outputs_by_pass()
 
 
 def test_a_second_step_is_launched_while_one_runs() -> None:

@@ -12,11 +12,10 @@ from tiny import one_thread  # noqa: F401  (autouse)
 import bytetx
 from bytetx.buckets import Bucket
 from bytetx.cli import commands as cli
-from bytetx.encode.faults import step_error
-from bytetx.encode.model_runner import Part
+from bytetx.encode.cuda_queue import encode_layout
+from bytetx.encode.model_runner import StartedPass, step_error
 from bytetx.encode.request import Requests
 from bytetx.encode.step import Step
-from bytetx.encode.step_layout import encode_layout
 from bytetx.errors import DeviceLostError, DeviceMemoryError, InputError, StepError
 from bytetx.model import Model
 from bytetx.ops import native
@@ -159,7 +158,7 @@ def test_a_lost_device_says_to_restart() -> None:
         def synchronize(self) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    part = Part(Step(requests(), pack([[1, 2]] * 3), None), (), CUDA, Dead())
+    part = StartedPass(Step(requests(), pack([[1, 2]] * 3), None), (), CUDA, Dead())
     with pytest.raises(DeviceLostError, match=r"cuda:0 failed .* 3 texts .*illegal.* restart the"):
         part.outputs()
 
