@@ -13,7 +13,6 @@ namespace bytetx {
 
 constexpr unsigned kFullMask = 0xffffffffu;
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kNoMax = -3.0e38f;  // below every score, and finite: -inf - (-inf) would be NaN
 
 template <typename T>
 constexpr bool is_half = std::is_same_v<T, __half> || std::is_same_v<T, Half>;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/attention_mma.cuh"
+#include "cuda/softmax_state.cuh"
 
 namespace bytetx::attention {
 
@@ -35,8 +36,7 @@ struct SoftmaxRows {
     int origin;                // first key of the tile
     int2 seen[2];              // bounds for its two rows, in the thread's columns from there on
     int full_begin, full_end;  // keys that every row of the warp sees
-    float row_max[2];          // the scaled score that the weights are relative to
-    float sum[2];              // sum of this thread's weights
+    SoftmaxState state[2];     // of its two rows; sums of this thread's weights
     Sums<C::kDim / 2> out;
 
     // The thread's two rows, of the 64.
@@ -45,8 +45,8 @@ struct SoftmaxRows {
     }
 
     __device__ __forceinline__ void clear() {
-        row_max[0] = row_max[1] = kNoMax;
-        sum[0] = sum[1] = 0.0f;
+        state[0].clear();
+        state[1].clear();
         out.clear();
     }
 
@@ -127,9 +127,9 @@ struct SoftmaxRows {
         return first >= full_begin && first + kN <= full_end;
     }
 
-    // Scores become weights 2^(score * scale - row_max), and sums follow. True where row_max was
-    // raised: out must be multiplied by factor, which is set only then. find fills seen in where it
-    // is needed.
+    // Scores become weights 2^(score * scale - max), and sums follow. True where max was raised:
+    // out must be multiplied by factor, which is set only then. find fills seen in where it is
+    // needed.
     template <int kN, typename Scores, typename Find>
     __device__ __forceinline__ bool weigh(Scores& scores, int first, float scale,
                                           float (&factor)[2], Find&& find) {
@@ -181,17 +181,17 @@ struct SoftmaxRows {
 #pragma unroll
             for (int i = chunk; i < chunk + 8; ++i) {
                 const int half = (i / 2) % 2;
-                scores(i) = exp2_approx(fmaf(scores(i), scale, -row_max[half]));
+                scores(i) = state[half].weight(scores(i), scale);
                 added[half] += scores(i);
             }
         }
         const bool is_raised = raise_after<kN>(scores, added, factor);
-        sum[0] += added[0];
-        sum[1] += added[1];
+        state[0].sum += added[0];
+        state[1].sum += added[1];
         return is_raised;
     }
 
-    // The first keys of a row set its row_max; a row that has one keeps it, for whether the warp
+    // The first keys of a row set its maximum; a row that has one keeps it, for whether the warp
     // comes here depends on its mates.
     template <int kN, typename Scores, typename IsLive>
     __device__ __forceinline__ void begin_rows(const Scores& scores, float scale,
@@ -206,14 +206,14 @@ struct SoftmaxRows {
             }
         }
         const float found[2] = {quad_max(largest[0]) * scale, quad_max(largest[1]) * scale};
-        if (row_max[0] == kNoMax) row_max[0] = fmaxf(found[0], kNoMax);
-        if (row_max[1] == kNoMax) row_max[1] = fmaxf(found[1], kNoMax);
+        if (state[0].max == kNoMax) state[0].max = fmaxf(found[0], kNoMax);
+        if (state[1].max == kNoMax) state[1].max = fmaxf(found[1], kNoMax);
     }
 
     // No maximum is searched for after a row's first keys: a weight may exceed 1, but a sum of
-    // weights bounds each of them, so row_max of rows whose sum is too large is raised after the
-    // fact, by a power of two, which rounds nothing. A score 2^127 above row_max is infinite before
-    // that: its row comes out as no number, and store_tile computes it again.
+    // weights bounds each of them, so the maximum of rows whose sum is too large is raised after
+    // the fact, by a power of two. A score 2^127 above it is infinite before that: its row comes
+    // out as no number, and store_tile computes it again.
     template <int kN, typename Scores>
     __device__ __forceinline__ bool raise_after(Scores& scores, float (&added)[2],
                                                 float (&factor)[2]) {
@@ -223,10 +223,8 @@ struct SoftmaxRows {
         for (int half = 0; half < 2; ++half) {
             const float most = quad_max(added[half]);
             const int raise = most > kMaxSum ? (__float_as_int(most) >> 23) - 134 : 0;
-            factor[half] = __int_as_float((127 - raise) << 23);
-            sum[half] *= factor[half];
+            factor[half] = state[half].raise_by(raise);
             added[half] *= factor[half];
-            row_max[half] += static_cast<float>(raise);
         }
 #pragma unroll
         for (int i = 0; i < kN / 2; ++i) scores(i) *= factor[(i / 2) % 2];

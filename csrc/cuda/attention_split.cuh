@@ -20,31 +20,26 @@ struct SplitSmem {
     };
     alignas(1024) typename C::Element q[C::kQElements];
     Share shares[C::kNumWarpgroups];
-    float2 row_max[C::kNumWarpgroups][128], sum[C::kNumWarpgroups][128];
+    SoftmaxState states[C::kNumWarpgroups][128][2];  // of each thread's two rows
     uint64_t q_full;
     uint64_t k_full[C::kNumWarpgroups][C::kStages], v_full[C::kNumWarpgroups][C::kStages];
 };
 
-// Adds up what the warpgroups found, relative to the largest row_max of each row.
+// Adds up what the warpgroups found, relative to the largest maximum of each row.
 template <typename C>
 __device__ __forceinline__ void join(RowTile<C>& tile, const SplitSmem<C>& s) {
-    float row_max[2] = {tile.row_max[0], tile.row_max[1]};
+    SoftmaxState most[2] = {tile.state[0], tile.state[1]};
 #pragma unroll
     for (int w = 1; w < C::kNumWarpgroups; ++w) {
-        row_max[0] = fmaxf(row_max[0], s.row_max[w][tile.tid].x);
-        row_max[1] = fmaxf(row_max[1], s.row_max[w][tile.tid].y);
+        most[0].cover(s.states[w][tile.tid][0]);
+        most[1].cover(s.states[w][tile.tid][1]);
     }
-    float factor[2] = {exp2_approx(tile.row_max[0] - row_max[0]),
-                       exp2_approx(tile.row_max[1] - row_max[1])};
+    float factor[2] = {tile.state[0].raise(most[0].max), tile.state[1].raise(most[1].max)};
     tile.rescale(factor);
-    tile.sum[0] *= factor[0];
-    tile.sum[1] *= factor[1];
 #pragma unroll
     for (int w = 1; w < C::kNumWarpgroups; ++w) {
-        factor[0] = exp2_approx(s.row_max[w][tile.tid].x - row_max[0]);
-        factor[1] = exp2_approx(s.row_max[w][tile.tid].y - row_max[1]);
-        tile.sum[0] += s.sum[w][tile.tid].x * factor[0];
-        tile.sum[1] += s.sum[w][tile.tid].y * factor[1];
+        factor[0] = tile.state[0].add(s.states[w][tile.tid][0]);
+        factor[1] = tile.state[1].add(s.states[w][tile.tid][1]);
 #pragma unroll
         for (int i = 0; i < C::kDim / 2; ++i) {
             tile.out(i) += s.shares[w].out[i][tile.tid] * factor[(i / 2) % 2];
@@ -117,8 +112,8 @@ __global__ void __launch_bounds__(128 * C::kNumWarpgroups, 1)
     if (warpgroup > 0) {
 #pragma unroll
         for (int i = 0; i < C::kDim / 2; ++i) own.out[i][thread] = tile.out(i);
-        s.row_max[warpgroup][thread] = {tile.row_max[0], tile.row_max[1]};
-        s.sum[warpgroup][thread] = {tile.sum[0], tile.sum[1]};
+        s.states[warpgroup][thread][0] = tile.state[0];
+        s.states[warpgroup][thread][1] = tile.state[1];
     }
     __syncthreads();
     if (warpgroup > 0) return;

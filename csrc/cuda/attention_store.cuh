@@ -104,7 +104,7 @@ __device__ __forceinline__ void store_rows(SoftmaxRows<C>& rows, int num_rows,
     uint32_t probe[2] = {0, 0};  // stays +-0 until it meets a value that is no number
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float inverse = reciprocal_approx(quad_sum(rows.sum[half]));
+        const float inverse = reciprocal_approx(quad_sum(rows.state[half].sum));
         const int row = warp_row + rows.lane / 4 + 8 * half;
         T* out = target.result(row);
 #pragma unroll

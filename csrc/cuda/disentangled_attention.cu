@@ -36,6 +36,7 @@
 #include "common/launch.cuh"
 #include "cuda/attention_math.cuh"
 #include "cuda/paged_mma.cuh"
+#include "cuda/softmax_state.cuh"
 #include "disentangled_ops.h"
 
 namespace bytetx {
@@ -219,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, kDim <= 64 ? 2 : 1)
 
     uint32_t q[kSteps][4];
     float out[kDim / 8][4] = {};
-    float row_max[2] = {kNoMax, kNoMax}, sum[2] = {};
+    SoftmaxState state[2] = {{kNoMax, 0.0f}, {kNoMax, 0.0f}};
     const float scale = p.softmax_scale * kLog2e;
 
     for (int key = 0; key < tile.seqlen; key += kRows) {
@@ -294,16 +295,14 @@ __global__ void __launch_bounds__(kThreads, kDim <= 64 ? 2 : 1)
 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float maximum = row_max[half];
+            float maximum = state[half].max;
             for_scores(distance, lane, 0, kRows / 8, [&](int i, int own_half, int j, int) {
                 if (own_half != half) return;
                 flat[i] = key + j < tile.seqlen ? flat[i] * scale : kNoMax;
                 maximum = fmaxf(maximum, flat[i]);
             });
             maximum = quad_max(maximum);
-            const float factor = exp2_approx(row_max[half] - maximum);
-            row_max[half] = maximum;
-            sum[half] *= factor;
+            const float factor = state[half].raise(maximum);
 #pragma unroll
             for (int n = 0; n < kDim / 8; ++n) {
                 out[n][2 * half] *= factor;
@@ -311,8 +310,8 @@ __global__ void __launch_bounds__(kThreads, kDim <= 64 ? 2 : 1)
             }
             for_scores(distance, lane, 0, kRows / 8, [&](int i, int own_half, int, int) {
                 if (own_half != half) return;
-                flat[i] = exp2_approx(flat[i] - maximum);
-                sum[half] += flat[i];
+                flat[i] = state[half].weight(flat[i]);
+                state[half].sum += flat[i];
             });
         }
         wait_for_copies<1>();  // v
@@ -338,7 +337,7 @@ __global__ void __launch_bounds__(kThreads, kDim <= 64 ? 2 : 1)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = tile.row + 16 * warp + lane / 4 + 8 * half;
-        const float divisor = reciprocal_approx(quad_sum(sum[half]));
+        const float divisor = reciprocal_approx(quad_sum(state[half].sum));
         if (row >= tile.seqlen) continue;
         auto* to = static_cast<uint16_t*>(p.out) + (int64_t{tile.begin} + row) * p.out_stride +
                    int64_t{head} * p.head_dim;

@@ -35,9 +35,9 @@ namespace {
 
 constexpr int64_t kAlignment = 16;
 
-int64_t stats_bytes(const PagedPlanParams& p) {
+int64_t states_bytes(const PagedPlanParams& p) {
     const int64_t bytes =
-        paged::plan_sizes(p).partial_rows * p.num_kv_heads * int64_t{sizeof(float2)};
+        paged::plan_sizes(p).partial_rows * p.num_kv_heads * int64_t{sizeof(SoftmaxState)};
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
@@ -97,9 +97,9 @@ paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
     params.header = view.header;
     params.items = view.items;
     params.counters = view.counters;
-    params.partial_stats = static_cast<float2*>(p.workspace);
+    params.partial_states = static_cast<SoftmaxState*>(p.workspace);
     params.partial_out =
-        reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + stats_bytes(p.plan));
+        reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + states_bytes(p.plan));
     params.max_pages = p.max_pages;
     params.q_stride = p.q_stride;
     while (1 << params.page_shift < p.page_size) ++params.page_shift;
@@ -146,7 +146,7 @@ void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
 
 int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p) {
     const int64_t rows = paged::plan_sizes(p).partial_rows;
-    return stats_bytes(p) +
+    return states_bytes(p) +
            rows * p.num_kv_heads * paged::padded_dim(p.head_dim) * int64_t{sizeof(float)};
 }
 

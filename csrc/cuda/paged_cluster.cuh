@@ -34,8 +34,8 @@ struct ClusterSmem {
     alignas(128) uint8_t ring[C::kWarps][kClusterStages][2][C::kTileBytes];
     alignas(16) uint8_t q[C::kRows * C::kRowBytes];
     alignas(16) float gathered[kClusterCtas][C::kRows][C::kSlice];
-    float2 gathered_stats[kClusterCtas][C::kRows];
-    float2 stats[C::kWarps][C::kRows];
+    SoftmaxState gathered_states[kClusterCtas][C::kRows];
+    SoftmaxState states[C::kWarps][C::kRows];
     int pages[kStagedPages];
 
     // A warp's sums, over its own ring, when it has read all its keys.
@@ -153,7 +153,7 @@ __device__ __forceinline__ void attend_chunk(const DecodeParams& p, ClusterSmem<
         fetch(stage);
         stage = stage + 1 == kClusterStages ? 0 : stage + 1;
     }
-    unit.template store<C::kSumStride>(s.sums(warp), s.stats[warp], item.num_rows, lane);
+    unit.template store<C::kSumStride>(s.sums(warp), s.states[warp], item.num_rows, lane);
 }
 
 // The warps' sums as one, each slice of features to the CTA that gathers it.
@@ -162,14 +162,13 @@ __device__ __forceinline__ void send_slices(ClusterSmem<C>& s, const PagedItem& 
     constexpr int kFours = C::kDim / 4, kSlice = C::kSlice;
     for (int i = threadIdx.x; i < item.num_rows * kFours; i += C::kThreads) {
         const int row = i / kFours, column = i % kFours * 4, owner = column / kSlice;
-        float row_max = kNoMax, weights = 0.0f;
+        SoftmaxState state{kNoMax, 0.0f};
 #pragma unroll
-        for (int w = 0; w < C::kWarps; ++w) row_max = fmaxf(row_max, s.stats[w][row].x);
+        for (int w = 0; w < C::kWarps; ++w) state.cover(s.states[w][row]);
         float4 sums{};
 #pragma unroll
         for (int w = 0; w < C::kWarps; ++w) {
-            const float factor = exp2_approx(s.stats[w][row].x - row_max);
-            weights += s.stats[w][row].y * factor;
+            const float factor = state.add(s.states[w][row]);
             const float* from = s.sums(w) + row * C::kSumStride + column;
             add_scaled(sums, *reinterpret_cast<const float4*>(from), factor);
         }
@@ -179,8 +178,8 @@ __device__ __forceinline__ void send_slices(ClusterSmem<C>& s, const PagedItem& 
                      : "memory");
         if (column % kSlice == 0) {
             asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(
-                             address_in(&s.gathered_stats[item.chunk][row], owner)),
-                         "f"(row_max), "f"(weights)
+                             address_in(&s.gathered_states[item.chunk][row], owner)),
+                         "f"(state.max), "f"(state.sum)
                          : "memory");
         }
     }
@@ -195,21 +194,18 @@ __device__ __forceinline__ void write_slice(const DecodeParams& p, const Cluster
         const int row = i / (kSlice / 4), column = i % (kSlice / 4) * 4;
         const int feature = item.chunk * kSlice + column;
         if (feature >= p.head_dim) continue;
-        float row_max = kNoMax, weights = 0.0f;
+        SoftmaxState state{kNoMax, 0.0f};
         float4 sums{};
-        for (int c = 0; c < item.num_chunks; ++c)
-            row_max = fmaxf(row_max, s.gathered_stats[c][row].x);
+        for (int c = 0; c < item.num_chunks; ++c) state.cover(s.gathered_states[c][row]);
 #pragma unroll
         for (int c = 0; c < kClusterCtas; ++c) {
             if (c >= item.num_chunks) break;
-            const float2 stat = s.gathered_stats[c][row];
-            const float factor = exp2_approx(stat.x - row_max);
-            weights += stat.y * factor;
+            const float factor = state.add(s.gathered_states[c][row]);
             add_scaled(sums, *reinterpret_cast<const float4*>(&s.gathered[c][row][column]), factor);
         }
         const int64_t stride = int64_t{p.num_heads} * p.head_dim;
         auto* out = static_cast<typename C::T*>(p.out) + feature;
-        store_four(out + row_address(p, item, kv_head, row, stride), sums, 1.0f / weights);
+        store_four(out + row_address(p, item, kv_head, row, stride), sums, 1.0f / state.sum);
     }
 }
 

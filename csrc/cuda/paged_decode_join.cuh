@@ -20,30 +20,6 @@ __device__ __forceinline__ void add_scaled(float4& sum, float4 values, float fac
     sum.w += values.w * factor;
 }
 
-// Joins the sums of a row's next chunk to those of the chunks before it. It has the same bits
-// wherever it is done, in a CTA that has both chunks or in one that reads them from memory: hence
-// every rounding is named.
-struct JoinFactors {
-    float kept, added;
-
-    // Both {row_max, sum of weights}.
-    __device__ __forceinline__ JoinFactors(float2& joined, float2 next) {
-        const float most = fmaxf(joined.x, next.x);
-        kept = exp2_approx(__fsub_rn(joined.x, most));
-        added = exp2_approx(__fsub_rn(next.x, most));
-        joined = {most, one(joined.y, next.y)};
-    }
-
-    __device__ __forceinline__ float one(float joined, float next) const {
-        return __fmaf_rn(next, added, __fmul_rn(joined, kept));
-    }
-
-    __device__ __forceinline__ void add(float4& joined, float4 next) const {
-        joined = {one(joined.x, next.x), one(joined.y, next.y), one(joined.z, next.z),
-                  one(joined.w, next.w)};
-    }
-};
-
 // The warps' sums of the chunk from key `first` on: to those of the item's chunks before it, and
 // behind the item's last one to out or, where other items have other chunks, to memory.
 template <typename C>
@@ -57,41 +33,39 @@ __device__ __forceinline__ void join_warps(const DecodeParams& p, DecodeSmem<C>&
     const bool is_last = first + item.chunk_keys >= item.end_key;
     for (int i = lane; i < item.num_rows * kFours; i += 32) {
         const int row = i / kFours, column = i % kFours * 4;
-        float2 stats{kNoMax, 0.0f};
+        SoftmaxState state{kNoMax, 0.0f};
 #pragma unroll
-        for (int w = 0; w < kComputeWarps; ++w) stats.x = fmaxf(stats.x, s.stats[w][row].x);
+        for (int w = 0; w < kComputeWarps; ++w) state.cover(s.states[w][row]);
         float4 sums{};
 #pragma unroll
         for (int w = 0; w < kComputeWarps; ++w) {
             const int warp = (first_warp + w) % kComputeWarps;
-            const float2 stat = s.stats[warp][row];
-            const float factor = exp2_approx(stat.x - stats.x);
-            stats.y += stat.y * factor;
+            const float factor = state.add(s.states[warp][row]);
             add_scaled(sums, *reinterpret_cast<const float4*>(&s.join[warp][row][column]), factor);
         }
         auto& kept = *reinterpret_cast<float4*>(&s.joined[row][column]);
         if (chunk > 0) {
-            float2 joined = s.joined_stats[chunk % 2][row];
+            SoftmaxState joined = s.joined_states[chunk % 2][row];
             float4 values = kept;
-            JoinFactors(joined, stats).add(values, sums);
-            stats = joined;
+            JoinFactors(joined, state).add(values, sums);
+            state = joined;
             sums = values;
         }
         if (!is_last) {
             kept = sums;
-            if (column == 0) s.joined_stats[(chunk + 1) % 2][row] = stats;
+            if (column == 0) s.joined_states[(chunk + 1) % 2][row] = state;
         } else if (item.is_split()) {
             const int64_t at = (partial + row) * p.num_kv_heads + staged.kv_head;
             *reinterpret_cast<float4*>(p.partial_out + at * C::kDim + column) = sums;
-            if (column == 0) p.partial_stats[at] = stats;
+            if (column == 0) p.partial_states[at] = state;
         } else if (column < p.head_dim) {
             const int64_t stride = int64_t{p.num_heads} * p.head_dim;
             store_four(
                 static_cast<T*>(p.out) + row_address(p, item, staged.kv_head, row, stride) + column,
-                sums, 1.0f / stats.y);
+                sums, 1.0f / state.sum);
         }
     }
-    __syncwarp();  // joined_stats
+    __syncwarp();  // joined_states
 }
 
 // Whether this item is the last of its unit's chunks to be in memory: then all of them are visible.
@@ -110,7 +84,7 @@ __device__ __forceinline__ bool is_last_chunk(const DecodeParams& p, const Stage
     return __shfl_sync(kFullMask, before, 0) == last;
 }
 
-// Joins the chunks of a unit, which are all in memory: a lane has the statistics of a chunk, and
+// Joins the chunks of a unit, which are all in memory: a lane has the state of a chunk, and
 // four features of all. Loads go out kBatch at a time, before anything waits for one: under load
 // each takes microseconds, and one at a time 16 chunks of 4 rows cost four times the stream of
 // keys.
@@ -130,10 +104,11 @@ __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedI
         const int row = i / kSweeps, column = i % kSweeps * kColumns + lane * 4;
         const int64_t at = first + int64_t{row} * p.num_kv_heads;
         const float* from = p.partial_out + at * C::kDim + column % C::kDim;
-        float2 stat{kNoMax, 0.0f};
-        if (lane < num_chunks) stat = __ldcg(p.partial_stats + at + lane * chunk_rows);
+        float2 own{kNoMax, 0.0f};
+        const auto* states = reinterpret_cast<const float2*>(p.partial_states + at);
+        if (lane < num_chunks) own = __ldcg(states + lane * chunk_rows);
         float4 sums{};
-        float2 joined{};
+        SoftmaxState joined{};
         for (int chunk = 0; chunk < num_chunks; chunk += kBatch) {
             float4 values[kBatch];
 #pragma unroll
@@ -144,8 +119,8 @@ __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedI
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const float2 next{__shfl_sync(kFullMask, stat.x, chunk + i),
-                                  __shfl_sync(kFullMask, stat.y, chunk + i)};
+                const SoftmaxState next{__shfl_sync(kFullMask, own.x, chunk + i),
+                                        __shfl_sync(kFullMask, own.y, chunk + i)};
                 if (chunk + i == 0) {
                     joined = next;
                     sums = values[i];
@@ -158,7 +133,7 @@ __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedI
             const int64_t stride = int64_t{p.num_heads} * p.head_dim;
             store_four(
                 static_cast<T*>(p.out) + row_address(p, item, staged.kv_head, row, stride) + column,
-                sums, 1.0f / joined.y);
+                sums, 1.0f / joined.sum);
         }
     }
 }

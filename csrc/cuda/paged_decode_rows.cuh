@@ -43,7 +43,7 @@ struct ColumnUnit {
     static constexpr int kSteps = C::kDim / 16;
     uint32_t q[C::kTiles][kSteps][2];
     float out[C::kTiles][kSteps][4];
-    float row_max[C::kTiles][2], sum[C::kTiles][2];
+    SoftmaxState state[C::kTiles][2];
     int begin[C::kTiles][2], end[C::kTiles][2];  // keys of the thread's rows
     int full_begin, full_end;                    // keys that all rows of the unit see
 
@@ -63,8 +63,7 @@ struct ColumnUnit {
                 const int2 own = bounds(tile * 8 + lane % 4 * 2 + i);
                 begin[tile][i] = own.x;
                 end[tile][i] = own.y;
-                row_max[tile][i] = kNoMax;
-                sum[tile][i] = 0.0f;
+                state[tile][i].clear();
             }
 #pragma unroll
             for (int step = 0; step < kSteps; step += 2) {
@@ -133,7 +132,7 @@ struct ColumnUnit {
         give_back(1);
     }
 
-    // Scores to weights, as the next product wants them; row_max, sum and out follow.
+    // Scores to weights, as the next product wants them; state and out follow.
     __device__ void soften(float (&scores)[C::kTiles][2][4], uint32_t (&weights)[C::kTiles][2],
                            const UnitRows& rows, int key, int lane) {
         const bool is_changed = rows.p.change.is_any();
@@ -157,7 +156,7 @@ struct ColumnUnit {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 largest[tile][i] = fmaxf(s[i], s[i + 2]) * scale;
-                is_larger |= largest[tile][i] > row_max[tile][i] + kMaxSlack;
+                is_larger |= largest[tile][i] > state[tile][i].max + kMaxSlack;
             }
         }
         if (__any_sync(kFullMask, is_larger)) raise_top(largest);
@@ -165,10 +164,10 @@ struct ColumnUnit {
         for (int tile = 0; tile < C::kTiles; ++tile) {
             float(&s)[4] = scores[tile][0];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[i] = exp2_approx(s[i] * scale - row_max[tile][i % 2]);
+            for (int i = 0; i < 4; ++i) s[i] = state[tile][i % 2].weight(s[i], scale);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                sum[tile][i] += s[i] + s[i + 2];
+                state[tile][i].sum += s[i] + s[i + 2];
                 weights[tile][i] = turn_matrix(pack_pair<T>(s[2 * i], s[2 * i + 1]));
             }
         }
@@ -182,10 +181,8 @@ struct ColumnUnit {
             float factor[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float most = max_of_row(largest[tile][i]), before = row_max[tile][i];
-                if (most > before + kMaxSlack) row_max[tile][i] = most;
-                factor[i] = exp2_approx(before - row_max[tile][i]);
-                sum[tile][i] *= factor[i];
+                const float most = max_of_row(largest[tile][i]), before = state[tile][i].max;
+                factor[i] = state[tile][i].raise(most > before + kMaxSlack ? most : before);
             }
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
@@ -195,19 +192,18 @@ struct ColumnUnit {
         }
     }
 
-    // Sums and {row_max, sum} of the first num_rows rows, to rows of kStride floats in shared
-    // memory.
+    // Sums, to rows of kStride floats in shared memory, and states of the first num_rows rows.
     template <int kStride>
-    __device__ void store(float* sums, float2* stats, int num_rows, int lane) const {
+    __device__ void store(float* sums, SoftmaxState* states, int num_rows, int lane) const {
         static_assert(2 * kStride % 32 == 8);  // else eight lanes share a bank
 #pragma unroll
         for (int tile = 0; tile < C::kTiles; ++tile) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int row = tile * 8 + lane % 4 * 2 + i;
-                const float total = sum_of_row(sum[tile][i]);
+                const float total = sum_of_row(state[tile][i].sum);
                 if (row >= num_rows) continue;
-                if (lane < 4) stats[row] = {row_max[tile][i], total};
+                if (lane < 4) states[row] = {state[tile][i].max, total};
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) {
                     float* to = sums + row * kStride + step * 16 + lane / 4;

@@ -7,6 +7,7 @@
 #include "common/row.cuh"
 #include "cuda/paged_mma.cuh"
 #include "cuda/paged_plan.cuh"
+#include "cuda/softmax_state.cuh"
 
 namespace bytetx::paged {
 
@@ -18,9 +19,9 @@ struct DecodeParams {
     const int* page_table;
     const PagedHeader* header;
     const PagedItem* items;
-    unsigned* counters;     // [units, num_kv_heads]
-    float* partial_out;     // [partial_rows, num_kv_heads, kDim], sums that are not yet divided
-    float2* partial_stats;  // [partial_rows, num_kv_heads] {row_max, sum}
+    unsigned* counters;  // [units, num_kv_heads]
+    float* partial_out;  // [partial_rows, num_kv_heads, kDim], sums that are not yet divided
+    SoftmaxState* partial_states;  // [partial_rows, num_kv_heads]
     int64_t max_pages;
     int64_t q_stride;
     int page_shift;
@@ -85,9 +86,9 @@ struct DecodeSmem {
     alignas(128) uint8_t ring[C::kStages][2][C::kTileBytes];  // keys, values
     alignas(128) uint8_t q[kItemsAhead][C::kRows * C::kDim * 2];
     alignas(16) float join[kComputeWarps][C::kRows][C::kSumStride];
-    float2 stats[kComputeWarps][C::kRows];
+    SoftmaxState states[kComputeWarps][C::kRows];
     alignas(16) float joined[C::kRows][C::kDim];  // sums of an item's chunks so far
-    float2 joined_stats[2][C::kRows];             // the same, of an even and of an odd number
+    SoftmaxState joined_states[2][C::kRows];      // the same, of an even and of an odd number
     StagedItem staged[kItemsAhead];
     uint64_t full[C::kStages][2], empty[C::kStages][2];  // one for keys, one for values
     uint64_t item_full[kItemsAhead], item_empty[kItemsAhead];
