@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for GPUs that need not be there: prints a JSON line a kernel.
 
-python tests/compile_triton.py 80 89 120: compute capabilities without the dot.
+python tests/compile_triton.py 90 short long: a compute capability without the dot, and the sizes.
 """
 
 import json
@@ -44,6 +44,8 @@ POINTERS = {
     torch.uint8: "*u8",
 }
 _ALIGNMENT = 16
+# dtype, features of a head, mean tokens of a sequence: they choose other tiles
+SIZES = {"short": (torch.float16, 64, 100), "long": (torch.bfloat16, 128, 1000)}
 
 
 class Compiler:
@@ -161,17 +163,15 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     triton_kernels.count_tokens(padded.bool())
 
 
-def main(capabilities: list[int]) -> None:
+def main(capability: int, sizes: list[str]) -> None:
     for module in (gemm, paged, late_interaction):
         module.num_multiprocessors = lambda device: 132
-
-    for capability in capabilities:
-        gemm.has_tensor_descriptors = partial(has_tensor_descriptors, capability)
-        for module in MODULES:
-            module.launch = Compiler(capability)
-        launch_all(torch.float16, 64, 100)
-        launch_all(torch.bfloat16, 128, 1000)
+    gemm.has_tensor_descriptors = partial(has_tensor_descriptors, capability)
+    for module in MODULES:
+        module.launch = Compiler(capability)
+    for name in sizes:
+        launch_all(*SIZES[name])
 
 
 if __name__ == "__main__":
-    main([int(argument) for argument in sys.argv[1:]])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -11,6 +11,12 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before torch is imported: threads that wait do not spin, and processes of xdist share the cores.
+# With both at their defaults, most of the time goes into waiting for each other. Tests of several
+# threads say how many.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if (_num_workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _num_workers)))
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # without a GPU its kernels run in Python, on the CPU
 
