@@ -58,6 +58,15 @@ def check_token_budget(token_budget: int) -> int:
     return token_budget
 
 
+def check_num_seqs(max_num_seqs: int, token_budget: int) -> None:
+    """OptionError unless it is an integer from 1 to token_budget."""
+    check_positive("max_num_seqs", max_num_seqs)
+    if max_num_seqs > token_budget:
+        raise OptionError(
+            f"max_num_seqs must be 1 ... token_budget ({token_budget}), got {max_num_seqs}"
+        )
+
+
 def check_group_timeout(given: object) -> None:
     """InputError unless `given` is a number of seconds, at least 1 (inf is one)."""
     if isinstance(given, bool) or not isinstance(given, Real) or given < 1 or given != given:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from bytetx.arguments import check_draft_size, check_positive
+from bytetx.arguments import check_draft_size, check_num_seqs, check_positive
 from bytetx.checkpoint.byte_level import special_tokens, token_bytes, token_pieces
 from bytetx.errors import DeviceMemoryError
 from bytetx.generate.detokenizer import ByteDetokenizer, WindowDetokenizer
@@ -108,7 +108,7 @@ def generation_sizes(
     is_cuda = device.type == "cuda"
     if max_num_seqs is None:
         max_num_seqs = min(_CUDA_SEQS if is_cuda else _CPU_SEQS, token_budget)
-    check_positive("max_num_seqs", max_num_seqs)
+    check_num_seqs(max_num_seqs, token_budget)
     check_draft_size(num_speculative_tokens)
     max_samples = max_num_seqs
     if num_speculative_tokens:

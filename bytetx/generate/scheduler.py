@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
-from bytetx.arguments import check_token_budget
+from bytetx.arguments import check_num_seqs, check_token_budget
 from bytetx.errors import InputError, TooLongError
 from bytetx.generate.kv_cache import PageAllocator, page_hashes
 from bytetx.generate.ngram_drafter import NgramDrafter
@@ -219,10 +219,7 @@ class Scheduler:
         """
         self.pages = PageAllocator(num_pages, page_size=page_size)
         self.token_budget = check_token_budget(token_budget)
-        if not 1 <= max_num_seqs <= token_budget:
-            raise InputError(
-                f"max_num_seqs must be 1 ... token_budget ({token_budget}), got {max_num_seqs}"
-            )
+        check_num_seqs(max_num_seqs, token_budget)
         self.max_num_seqs, self.max_positions = max_num_seqs, max_positions
         self._caches_prefixes, self._max_shared_prompt = caches_prefixes, max_shared_prompt
         self._max_draft = num_speculative_tokens

@@ -276,6 +276,9 @@ def test_what_generate_refuses(text_model: Model, tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError):
             text_model.generate(["a"], **options)
+    # Before a cache of a share of the memory is allocated for them.
+    with pytest.raises(InputError, match="max_num_seqs must be 1 ... token_budget"):
+        text_model.generation_sizes(max_num_seqs=10**6)
     with pytest.raises(TooLongError, match="give the cache more memory"):
         text_model.generate([long[:60]], GREEDY, kv_cache_tokens=48)
     base = bytetx.load(save(tiny_decoder("llama", "Model"), tmp_path / "base"))
