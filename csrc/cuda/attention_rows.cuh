@@ -36,7 +36,7 @@ struct SoftmaxRows {
     int origin;                // first key of the tile
     int2 seen[2];              // bounds for its two rows, in the thread's columns from there on
     int full_begin, full_end;  // keys that every row of the warp sees
-    SoftmaxState state[2];     // of its two rows; sums of this thread's weights
+    SoftmaxState state[2];     // its two rows', with sums of this thread's weights alone
     Sums<C::kDim / 2> out;
 
     // The thread's two rows, of the 64.

@@ -20,7 +20,7 @@ struct SplitSmem {
     };
     alignas(1024) typename C::Element q[C::kQElements];
     Share shares[C::kNumWarpgroups];
-    SoftmaxState states[C::kNumWarpgroups][128][2];  // of each thread's two rows
+    SoftmaxState states[C::kNumWarpgroups][128][2];  // two rows a thread
     uint64_t q_full;
     uint64_t k_full[C::kNumWarpgroups][C::kStages], v_full[C::kNumWarpgroups][C::kStages];
 };

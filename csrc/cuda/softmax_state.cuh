@@ -15,8 +15,8 @@ namespace bytetx {
 constexpr float kNoMax = -3.0e38f;  // below every score, and finite: -inf - (-inf) would be NaN
 
 struct alignas(8) SoftmaxState {
-    float max;  // of the scores so far, or near it: the weights are relative to this
-    float sum;  // of the weights
+    float max;  // the largest score so far, or near it: weights are relative to this
+    float sum;  // all weights
 
     __device__ __forceinline__ void clear() {
         max = kNoMax;
