@@ -34,7 +34,8 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s,
             }
             ahead -= num_steps;
             Barrier::wait(&s.join_empty, join.phase ^ 1);
-            unit.template store<C::kSumStride>(s.join[warp][0], s.states[warp], item.num_rows, lane);
+            unit.template store<C::kSumStride>(s.join[warp][0], s.states[warp], item.num_rows,
+                                               lane);
             Barrier::arrive(&s.join_full);
             join.advance();
         }
