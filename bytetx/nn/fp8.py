@@ -26,7 +26,6 @@ from bytetx.ops.fp8_linear import (
     prepare_fp8_linear,
 )
 from bytetx.ops.linear import LinearWeight, fuses_residual
-from bytetx.ops.norm import layer_norm
 from bytetx.ops.row_norm import LayerNorm, RowNorm
 from bytetx.ops.weight import Weight
 
@@ -73,7 +72,7 @@ class Fp8Norm(LayerNorm):
         d = w.matmul(x, residual=residual if adds else None)
         copy = move_e4m3_copy(residual)
         rest = None if adds else residual
-        layer_norm(d, self.weight, self.bias, eps=self.eps, residual=rest, out=d, fp8_out=copy)
+        self(d, residual=rest, out=d, fp8_out=copy)
         keep_e4m3_copy(d, copy)
         return d
 

@@ -11,14 +11,14 @@ from bytetx.nn.blocks import Blocks, Rows
 from bytetx.nn.convolution import Convolution, neighbors
 from bytetx.nn.kv_cache import KvCache, LayerCache
 from bytetx.nn.rotary import RotaryTables
-from bytetx.ops.attention import varlen_attention
+from bytetx.ops.attention import VARLEN_ATTENTION, AttentionCalls, require_bias
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention
-from bytetx.ops.disentangled import disentangled_attention, has_disentangled_kernel
+from bytetx.ops.disentangled import DISENTANGLED_ATTENTION, has_disentangled_kernel, require_span
 from bytetx.ops.experts import ExpertsWeight, run_experts
-from bytetx.ops.paged import paged_attention, write_kv
+from bytetx.ops.paged import PAGED_ATTENTION, WRITE_KV, PagedCalls
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
-from bytetx.ops.rotary import rotary
-from bytetx.ops.rotary_kv import norm_heads, rotary_write_kv
+from bytetx.ops.rotary import ROTARY
+from bytetx.ops.rotary_kv import ROTARY_WRITE_KV, norm_heads
 from bytetx.ops.row_norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.packed import PackedBatch
@@ -58,7 +58,9 @@ class _Pass:
     rows: Rows
     # cos, sin, rows of them
     rotations: dict[RotarySpec, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    plans: dict[int, AttentionPlan | PagedPlan | None]  # by window; paged with a cache
+    # By window: what computes attention, chosen once for all layers, and its plan.
+    attention: dict[int, tuple[Callable[..., torch.Tensor], AttentionPlan | PagedPlan | None]]
+    rotate: Callable[..., None]
     cache: KvCache | None
     on_kv: OnKv | None
     pause: Pause | None
@@ -100,6 +102,11 @@ class Layers:
         self.is_interleaved = is_interleaved
         self.buckets, self.convolution = buckets, convolution
         self.batch_invariant = batch_invariant
+        self._norms_projections = spec.layer_spec.norms_projections
+        layer_spec, indices = spec.layer_spec, range(len(self.weights))
+        self._scales = [layer_spec.softmax_scale_of(i) for i in indices]
+        self._windows = [layer_spec.window_of(i) for i in indices]
+        self._rotations = [layer_spec.rotary_of(i) for i in indices]
 
     @property
     def is_capturable(self) -> bool:
@@ -134,12 +141,13 @@ class Layers:
         pause: called before each linear layer; a layer has four.
         """
         rows = self.blocks.begin(batch.total_tokens) if rows is None else rows
-        step = self._prepare(batch, rows, cache, on_kv, pause)
+        self._check(batch, cache)
         placement = self.layer_spec.norm_placement
         gather = self.blocks.weight_gather
         if gather is not None:
             gather.begin()
         x = rows.enter(embed_tokens())
+        step = self._prepare(batch, rows, x.dtype, cache, on_kv, pause)
         if on_layer:
             on_layer(self._sums(rows.gather(x)))
         # x is the residual; h is what the next linear layer reads: x itself after a post-norm.
@@ -174,14 +182,7 @@ class Layers:
         multiplier = self.spec.residual_multiplier
         return x if multiplier == 1.0 else x * multiplier
 
-    def _prepare(
-        self,
-        batch: PackedBatch,
-        rows: Rows,
-        cache: KvCache | None,
-        on_kv: OnKv | None,
-        pause: Pause | None,
-    ) -> _Pass:
+    def _check(self, batch: PackedBatch, cache: KvCache | None) -> None:
         if cache is not None and not self.layer_spec.causal:
             raise ValueError("cache must be None: an encoder has no past")
         if (cache is None) != (batch.past is None):
@@ -190,12 +191,69 @@ class Layers:
             raise ValueError(
                 f"cache must have the model's {len(self.weights)} layers, got {len(cache.layers)}"
             )
-        windows = {self.layer_spec.window_of(i) for i in range(len(self.weights))}
         if self.buckets is not None:
-            windows = set()
-        plans = {window: self._plan(batch, window) for window in windows}
+            require_span(self.buckets, batch.max_seqlen)
+        if self.relative_bias is not None:
+            require_bias(
+                self.relative_bias,
+                batch.bias_positions,
+                num_heads=self.blocks.num_heads,
+                total_tokens=batch.total_tokens,
+                max_seqlen=batch.max_seqlen,
+                device=batch.device,
+            )
+
+    def _prepare(
+        self,
+        batch: PackedBatch,
+        rows: Rows,
+        dtype: torch.dtype,
+        cache: KvCache | None,
+        on_kv: OnKv | None,
+        pause: Pause | None,
+    ) -> _Pass:
+        """Choose and plan once what all layers do."""
         rotations = {spec: tables.of(batch) for spec, tables in self.tables.items()}
-        return _Pass(batch, rows, rotations, plans, cache, on_kv, pause)
+        attention = {
+            window: self._choose_attention(batch, dtype, window, cache)
+            for window in set(self._windows)
+        }
+        rotate = ROTARY.choose(batch.device, dtype).run
+        return _Pass(batch, rows, rotations, attention, rotate, cache, on_kv, pause)
+
+    def _choose_attention(
+        self, batch: PackedBatch, dtype: torch.dtype, window: int, cache: KvCache | None
+    ) -> tuple[Callable[..., torch.Tensor], AttentionPlan | PagedPlan | None]:
+        device, blocks, head_dim = batch.device, self.blocks, self.spec.head_dim
+        heads = (blocks.num_heads, blocks.num_kv_heads, head_dim)
+        is_aligned = head_dim * dtype.itemsize % 16 == 0
+        has_scale = min(self._scales, default=1.0) > 0
+        has_work = batch.total_tokens > 0 and batch.cu_seqlens.shape[0] > 1
+        if self.buckets is not None:
+            calls = (dtype, head_dim, is_aligned, has_work)
+            return DISENTANGLED_ATTENTION.choose(device, *calls).run, None
+        if cache is not None:
+            paged = PagedCalls(
+                dtype,
+                *heads,
+                page_size=cache.layers[0].k_cache.shape[1],
+                decodes=batch.max_seqlen <= 1,
+                is_aligned=is_aligned,
+                has_scale=has_scale,
+                has_work=has_work,
+            )
+            return PAGED_ATTENTION.choose(device, paged).run, self._plan(batch, window)
+        has_bias = self.relative_bias is not None
+        packed = AttentionCalls(
+            dtype,
+            head_dim,
+            changes_scores=has_bias or self.layer_spec.softcap > 0,
+            has_mask=self.layer_spec.causal or window > 0 or heads[0] != heads[1],
+            is_aligned=is_aligned,
+            has_scale=has_scale,
+            has_work=has_work,
+        )
+        return VARLEN_ATTENTION.choose(device, packed).run, self._plan(batch, window)
 
     def _plan(self, batch: PackedBatch, window: int) -> AttentionPlan | PagedPlan | None:
         if batch.past is None:
@@ -327,18 +385,16 @@ class Layers:
         heads = [blocks.num_heads, blocks.num_kv_heads, blocks.num_kv_heads]
         if step.pause is not None:
             step.pause()
-        qkv = self._separate(step.rows.column_parallel(h, layer.qkv))
+        qkv = step.rows.column_parallel(h, layer.qkv)
+        if self.is_interleaved:
+            qkv = self._separate(qkv)
         by_head = qkv.unflatten(1, (-1, self.spec.head_dim))
         q, k, v = by_head.split(heads, dim=1)  # views
-        if (
-            layer.q_norm is not None
-            and layer.k_norm is not None
-            and self.layer_spec.norms_projections
-        ):
+        if layer.q_norm is not None and layer.k_norm is not None and self._norms_projections:
             q, k = step.rows.norm_projections(q, k, layer.q_norm, layer.k_norm)
-        scale, window = self.layer_spec.softmax_scale_of(i), self.layer_spec.window_of(i)
+        attend, plan = step.attention[self._windows[i]]
         if self.buckets is not None:
-            return disentangled_attention(
+            return attend(
                 q,
                 k,
                 v,
@@ -346,24 +402,33 @@ class Layers:
                 layer.pos_q,
                 self.buckets,
                 batch.cu_seqlens,
-                max_seqlen=batch.max_seqlen,
-                softmax_scale=scale,
+                softmax_scale=self._scales[i],
             ).flatten(1)
-        plan = step.plans[window]
+        options = {
+            "max_seqlen": batch.max_seqlen,
+            "softmax_scale": self._scales[i],
+            "window": self._windows[i],
+            "softcap": self.layer_spec.softcap,
+            "plan": plan,
+            "out": None,
+        }
         if step.cache is not None:
-            cache = step.cache.layers[i]
+            past, cache = batch.past, step.cache.layers[i]
+            assert past is not None  # _check has seen to it
             q = self._write_kv(q, k, v, layer, i, step, cache)
-            assert not isinstance(plan, AttentionPlan)  # _plan made it
-            return _attend_paged(
+            return attend(
                 q,
-                batch,
-                cache,
-                scale=scale,
-                window=window,
-                softcap=self.layer_spec.softcap,
+                cache.k_cache,
+                cache.v_cache,
+                cu_seqlens=batch.cu_seqlens,
+                page_table=past.page_table,
+                kv_seqlens=past.kv_seqlens,
+                max_kv_seqlen=past.max_kv_seqlen,
                 alibi_slopes=self.alibi_slopes,
-                plan=plan,
                 batch_invariant=self.batch_invariant,
+                # The kernel right before this one is _write_kv's, which waits for those before it.
+                early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,
+                **options,
             ).flatten(1)
         if layer.q_norm is None:  # q's heads and k's lie side by side
             self._rotate_heads(by_head[:, : heads[0] + heads[1]], i, step)
@@ -371,27 +436,19 @@ class Layers:
             q, k = self._rotate(q, k, layer, i, step)
         if step.on_kv is not None:
             step.on_kv(k, v)
-        assert not isinstance(plan, PagedPlan)
-        attended = varlen_attention(
+        return attend(
             q,
             k,
             v,
             batch.cu_seqlens,
-            max_seqlen=batch.max_seqlen,
-            softmax_scale=scale,
             causal=self.layer_spec.causal,
-            window=window,
-            softcap=self.layer_spec.softcap,
             relative_bias=self.relative_bias,
             bias_positions=batch.bias_positions,
-            plan=plan,
-        )
-        return attended.flatten(1)
+            **options,
+        ).flatten(1)
 
     def _separate(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Features of q, then k, then v, in whichever order the weight has them."""
-        if not self.is_interleaved:
-            return qkv
+        """Features of q, then k, then v, of a weight whose groups of heads take turns."""
         num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
         group = self.spec.num_heads // num_kv_heads
         by_group = qkv.view(-1, num_kv_heads, group + 2, head_dim)
@@ -411,9 +468,9 @@ class Layers:
 
     def _rotate_heads(self, heads: torch.Tensor, i: int, step: _Pass) -> None:
         """heads [total_tokens, any number, head_dim], in place."""
-        rotation = self.layer_spec.rotary_of(i)
+        rotation = self._rotations[i]
         if rotation is not None:
-            rotary(heads, *step.rotations[rotation], is_interleaved=rotation.is_interleaved)
+            step.rotate(heads, *step.rotations[rotation], is_interleaved=rotation.is_interleaved)
 
     def _write_kv(
         self,
@@ -426,14 +483,14 @@ class Layers:
         cache: LayerCache,
     ) -> torch.Tensor:
         """q after its norm and rotation; writes k, after the same, and v into their pages."""
-        assert step.batch.past is not None  # _prepare checked it
+        assert step.batch.past is not None  # _check has seen to it
         slots = step.batch.past.slot_mapping
-        rotation = self.layer_spec.rotary_of(i)
+        rotation = self._rotations[i]
         if rotation is None:
             q, k = self._rotate(q, k, layer, i, step)
-            write_kv(k, v, cache.k_cache, cache.v_cache, slots)
+            WRITE_KV.choose(k.device).run(k, v, cache.k_cache, cache.v_cache, slots)
             return q
-        return rotary_write_kv(
+        rotated: torch.Tensor = ROTARY_WRITE_KV.choose(q.device).run(
             q,
             k,
             v,
@@ -446,46 +503,12 @@ class Layers:
             k_norm=self._head_weight(layer.k_norm),
             eps=self.spec.norm_eps,
         )
+        return rotated
 
     def _head_weight(self, norm: RowNorm | None) -> torch.Tensor | None:
         """The weight of a norm of each head; None where there is none."""
-        return None if norm is None or self.layer_spec.norms_projections else norm.weight
+        return None if norm is None or self._norms_projections else norm.weight
 
 
 def _no_pause() -> None:
     pass
-
-
-def _attend_paged(
-    q: torch.Tensor,
-    batch: PackedBatch,
-    cache: LayerCache,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    plan: PagedPlan | None,
-    batch_invariant: bool,
-) -> torch.Tensor:
-    """Attention over all keys in the pages, those of this step among them."""
-    past = batch.past
-    assert past is not None  # _prepare checked it
-    return paged_attention(
-        q,
-        cache.k_cache,
-        cache.v_cache,
-        cu_seqlens=batch.cu_seqlens,
-        page_table=past.page_table,
-        kv_seqlens=past.kv_seqlens,
-        max_seqlen=batch.max_seqlen,
-        max_kv_seqlen=past.max_kv_seqlen,
-        softmax_scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        plan=plan,
-        batch_invariant=batch_invariant,
-        # The kernel right before this one is _write_kv's, which waits for those before it.
-        early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,
-    )

@@ -3,10 +3,13 @@
 import torch
 from torch import Tensor
 
-from bytetx.ops import native
+from bytetx.ops import native, triton_backend
 from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops.registry import Operation
 from bytetx.ops.sampling import greedy, is_bad_row
-from bytetx.ops.triton_backend import triton_kernels
+
+# Shape class: whether there are columns.  run(logits, slot_indices, last_tokens) as of argmax.
+ARGMAX = Operation("argmax")
 
 
 def argmax(
@@ -28,24 +31,38 @@ def argmax(
         shape = logits.shape[:1]
         require_tensor("slot_indices", slot_indices, shape=shape, dtypes=int32, device=device)
         require_tensor("last_tokens", last_tokens, shape=(None,), dtypes=int32, device=device)
-    kernel = native.kernel("argmax", logits.device)
-    if kernel is not None and logits.dtype in native.DTYPE_CODES:
-        out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-        kernel(
-            logits=logits,
-            slot_indices=slot_indices,
-            out=out,
-            last_tokens=last_tokens,
-            num_rows=logits.shape[0],
-            vocab_size=logits.shape[1],
-            dtype=native.DTYPE_CODES[logits.dtype],
-            launch=native.launch_args(logits.device),
-        )
-        return out
-    triton = triton_kernels(logits.device)
-    if triton is not None and logits.shape[1] > 0:
-        tokens: Tensor = triton.argmax(logits, slot_indices=slot_indices, last_tokens=last_tokens)
-        return tokens
+    chosen: Tensor = ARGMAX.choose(logits.device, logits.shape[1] > 0).run(
+        logits, slot_indices, last_tokens
+    )
+    return chosen
+
+
+@ARGMAX.native_kernel("cuda")
+def _run_kernel(logits: Tensor, slot_indices: Tensor | None, last_tokens: Tensor | None) -> Tensor:
+    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    native.require_kernel("argmax", logits.device)(
+        logits=logits,
+        slot_indices=slot_indices,
+        out=out,
+        last_tokens=last_tokens,
+        num_rows=logits.shape[0],
+        vocab_size=logits.shape[1],
+        dtype=native.DTYPE_CODES[logits.dtype],
+        launch=native.launch_args(logits.device),
+    )
+    return out
+
+
+@ARGMAX.triton_kernel(takes=lambda device, has_columns: has_columns)
+def _run_triton(logits: Tensor, slot_indices: Tensor | None, last_tokens: Tensor | None) -> Tensor:
+    tokens: Tensor = triton_backend.kernels(logits.device).argmax(
+        logits, slot_indices=slot_indices, last_tokens=last_tokens
+    )
+    return tokens
+
+
+@ARGMAX.in_torch()
+def _run_torch(logits: Tensor, slot_indices: Tensor | None, last_tokens: Tensor | None) -> Tensor:
     out = torch.where(is_bad_row(logits), -1, greedy(logits))
     if slot_indices is not None and last_tokens is not None:
         last_tokens.index_copy_(0, slot_indices.long(), out.clamp(min=0))

@@ -1,9 +1,7 @@
 """Attention over packed sequences: checks, choice of kernel."""
 
 import math
-from collections.abc import Callable
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +13,6 @@ from bytetx.ops.attention_plan import (
     plan_attention,
     run_planned,
     run_triton,
-    takes_plan,
-    takes_triton,
 )
 from bytetx.ops.check import (
     FLOAT_DTYPES,
@@ -27,7 +23,29 @@ from bytetx.ops.check import (
     require_softcap,
     require_tensor,
 )
+from bytetx.ops.registry import Operation
 from bytetx.ops.rows import empty_rows
+
+
+class AttentionCalls(NamedTuple):
+    """Shape class of varlen_attention.
+
+    changes_scores: whether there is a softcap or a bias.  has_mask: whether calls are causal, have
+    a window, or fewer key heads.  is_aligned: whether rows start at multiples of 16 bytes.
+    has_scale: whether softmax_scale is above 0.  has_work: whether there is a row and a sequence.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    changes_scores: bool
+    has_mask: bool
+    is_aligned: bool = True
+    has_scale: bool = True
+    has_work: bool = True
+
+
+# run takes what varlen_attention does, checked, with every option given.
+VARLEN_ATTENTION = Operation("varlen_attention")
 
 
 def varlen_attention(
@@ -70,7 +88,15 @@ def varlen_attention(
     (arXiv 2210.03052).
     """
     _check(q, k, v, cu_seqlens, out)
-    _check_bias(q, max_seqlen, relative_bias, bias_positions)
+    if relative_bias is not None:
+        require_bias(
+            relative_bias,
+            bias_positions,
+            num_heads=q.shape[1],
+            total_tokens=q.shape[0],
+            max_seqlen=max_seqlen,
+            device=q.device,
+        )
     if window < 0:
         raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
     require_softcap(softcap)
@@ -91,31 +117,88 @@ def varlen_attention(
             bias_positions=bias_positions,
         )
         return attended if out is None else out.copy_(attended)
-    options: dict[str, Any] = {
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "relative_bias": relative_bias,
-        "bias_positions": bias_positions,
-    }
-    has_bias = relative_bias is not None
-    has_mask = causal or window > 0 or q.shape[1] != k.shape[1]
-    changes_scores = softcap > 0 or has_bias
-    if q.shape[0] > 0 and cu_seqlens.shape[0] > 1:
-        run_by_plan: Callable[..., Tensor] | None = None
-        if takes_plan(q, k, v, softmax_scale):
-            run_by_plan = run_planned
-        elif takes_triton(q, is_plain=not (changes_scores or has_mask)):
-            run_by_plan = run_triton
-        if run_by_plan is not None:
-            sizes = (causal, window)
-            plan = _plan_for(plan, q, cu_seqlens, *sizes, has_bias=has_bias, softcap=softcap)
-            return run_by_plan(q, k, v, plan, **options, out=out)
-    run = _choose(q, changes_scores=changes_scores, has_mask=has_mask)
-    options |= {"max_seqlen": max_seqlen, "causal": causal, "window": window}
-    if run is run_kernel:
-        return run_kernel(q, k, v, cu_seqlens, **options, out=out)
-    attended = run(q, k, v, cu_seqlens, **options)
-    return attended if out is None else out.copy_(attended)
+    attended = VARLEN_ATTENTION.choose(
+        q.device,
+        AttentionCalls(
+            q.dtype,
+            q.shape[2],
+            changes_scores=softcap > 0 or relative_bias is not None,
+            has_mask=causal or window > 0 or q.shape[1] != k.shape[1],
+            is_aligned=_are_aligned(q, k, v),
+            has_scale=softmax_scale > 0,
+            has_work=q.shape[0] > 0 and cu_seqlens.shape[0] > 1,
+        ),
+    ).run(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen=max_seqlen,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        relative_bias=relative_bias,
+        bias_positions=bias_positions,
+        plan=plan,
+        out=out,
+    )
+    return attended
+
+
+def _are_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    # Each of these is 0 where it is a multiple of 16 bytes.
+    offsets = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    elements = q.shape[2] | q.stride(0) | k.stride(0) | v.stride(0)
+    return (offsets | elements * q.element_size()) % 16 == 0
+
+
+def _takes_plan(device: torch.device, calls: AttentionCalls) -> bool:
+    fits = calls.dtype in HALF_DTYPES and 0 < calls.head_dim <= MAX_HEAD_DIM
+    return fits and calls.is_aligned and calls.has_scale and calls.has_work
+
+
+@VARLEN_ATTENTION.native_kernel("cuda", kernel="planned_attention", takes=_takes_plan)
+def _run_planned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int,
+    causal: bool,
+    window: int,
+    plan: AttentionPlan | None,
+    **options: Any,
+) -> Tensor:
+    plan = _plan_for(plan, q, cu_seqlens, causal, window, **options)
+    return run_planned(q, k, v, plan, **options)
+
+
+def _takes_triton(device: torch.device, calls: AttentionCalls) -> bool:
+    """In f32 it multiplies without tensor cores: torch's own is faster where nothing is masked, no
+    score is changed and head_dim is a multiple of 4."""
+    if not 0 < calls.head_dim <= MAX_HEAD_DIM or not calls.has_work:
+        return False
+    is_plain = not (calls.changes_scores or calls.has_mask)
+    return calls.dtype in HALF_DTYPES or not is_plain or calls.head_dim % 4 != 0
+
+
+@VARLEN_ATTENTION.triton_kernel(beside="planned_attention", takes=_takes_triton)
+def _run_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int,
+    causal: bool,
+    window: int,
+    plan: AttentionPlan | None,
+    **options: Any,
+) -> Tensor:
+    plan = _plan_for(plan, q, cu_seqlens, causal, window, **options)
+    return run_triton(q, k, v, plan, **options)
 
 
 def _plan_for(
@@ -125,8 +208,9 @@ def _plan_for(
     causal: bool,
     window: int,
     *,
-    has_bias: bool,
     softcap: float,
+    relative_bias: Tensor | None,
+    **_: object,
 ) -> AttentionPlan:
     if plan is None:
         plan = plan_attention(
@@ -135,10 +219,10 @@ def _plan_for(
             head_dim=q.shape[2],
             causal=causal,
             window=window,
-            has_bias=has_bias,
+            has_bias=relative_bias is not None,
             softcap=softcap,
         )
-        assert plan is not None  # takes_plan said that there is a kernel
+        assert plan is not None  # _takes_plan said that there is a kernel
         return plan
     made_for = (plan.batch_size, plan.total_tokens, plan.causal, plan.window)
     wanted = (cu_seqlens.shape[0] - 1, q.shape[0], causal, window)
@@ -150,6 +234,12 @@ def _plan_for(
     return plan
 
 
+@VARLEN_ATTENTION.native_kernel(
+    "cpu",
+    takes=lambda device, calls: (
+        calls.dtype in (torch.float32, torch.bfloat16) and calls.head_dim > 0
+    ),
+)
 def run_kernel(
     q: Tensor,
     k: Tensor,
@@ -163,20 +253,20 @@ def run_kernel(
     softcap: float = 0.0,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
+    plan: AttentionPlan | None = None,
     out: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
-    """The CPU's native kernel on checked arguments; isa: a key of native.ISA_CODES."""
+    """The CPU's native kernel on checked arguments, without a plan; isa: a key of ISA_CODES."""
     total_tokens, num_heads, head_dim = q.shape
     batch_size = cu_seqlens.shape[0] - 1
-    kernel, workspace_bytes = _kernel(q.device)
     launch = native.launch_args(q.device, isa)
-    num_bytes = workspace_bytes(
+    num_bytes = native.require_kernel("varlen_attention_workspace_bytes", q.device)(
         batch_size=batch_size, head_dim=head_dim, num_threads=launch.num_threads
     )
     if out is None:
         out = empty_rows(q.shape[0], q.shape[1:], q.dtype)
-    kernel(
+    native.require_kernel("varlen_attention", q.device)(
         q=q,
         k=k,
         v=v,
@@ -207,34 +297,24 @@ def run_kernel(
     return out
 
 
-@cache
-def _kernel(device: torch.device) -> tuple[native.Kernel, native.Kernel]:
-    workspace_bytes = native.require_kernel("varlen_attention_workspace_bytes", device)
-    return native.require_kernel("varlen_attention", device), workspace_bytes
+def _why_no_flash(device: torch.device) -> str | None:
+    """FlashAttention as torch ships it: f16, bf16, head_dim a multiple of 8 up to 256, no cap."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "FlashAttention is for CUDA GPUs"
+    if not torch.backends.cuda.is_flash_attention_available():
+        return "torch was built without FlashAttention"
+    is_new = torch.cuda.get_device_capability(device) >= (8, 0)
+    return None if is_new else "FlashAttention is for sm_80 and later"
 
 
-def _choose(q: Tensor, *, changes_scores: bool, has_mask: bool) -> Callable[..., Tensor]:
-    """The fastest path that takes q's device and dtype."""
-    if q.device.type == "cpu":
-        is_native = q.dtype in (torch.float32, torch.bfloat16) and q.shape[2] > 0
-        if is_native and native.kernel("varlen_attention", q.device) is not None:
-            return run_kernel
-    elif q.is_cuda and not changes_scores and q.shape[0] > 0:
-        if q.dtype in HALF_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= MAX_HEAD_DIM:
-            if _has_flash(q.device):
-                return _flash
-        elif q.dtype == torch.float32 and q.shape[2] % 4 == 0 and not has_mask:
-            return _memory_efficient
-    return reference.varlen_attention
+def _takes_flash(device: torch.device, calls: AttentionCalls) -> bool:
+    fits = calls.head_dim % 8 == 0 and calls.head_dim <= MAX_HEAD_DIM
+    return fits and calls.dtype in HALF_DTYPES and calls.has_work and not calls.changes_scores
 
 
-@cache
-def _has_flash(device: torch.device) -> bool:
-    """Whether torch was built with FlashAttention and the GPU runs it (Ampere or later)."""
-    is_built = torch.backends.cuda.is_flash_attention_available()
-    return is_built and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
+@VARLEN_ATTENTION.register(
+    "torch's FlashAttention", "cuda", why_missing=_why_no_flash, takes=_takes_flash
+)
 def _flash(
     q: Tensor,
     k: Tensor,
@@ -245,23 +325,30 @@ def _flash(
     softmax_scale: float,
     causal: bool,
     window: int,
-    softcap: float,
-    relative_bias: Tensor | None,
-    bias_positions: Tensor | None,
+    out: Tensor | None,
+    **_: object,
 ) -> Tensor:
-    """FlashAttention as torch ships it: f16, bf16, head_dim a multiple of 8 up to 256, no cap.
-
-    Called below torch.nn.attention.varlen, whose custom op costs microseconds per call and whose
-    signature moved between torch 2.10 and 2.13.
-    """
+    """Called below torch.nn.attention.varlen, whose custom op costs microseconds per call and whose
+    signature moved between torch 2.10 and 2.13."""
     attended: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, causal, False,
         scale=softmax_scale, window_size_left=window - 1 if window else None,
         window_size_right=window - 1 if window and not causal else None,
     )[0]  # fmt: skip
-    return attended
+    return attended if out is None else out.copy_(attended)
 
 
+def _takes_memory_efficient(device: torch.device, calls: AttentionCalls) -> bool:
+    is_plain = not (calls.changes_scores or calls.has_mask)
+    return calls.dtype == torch.float32 and calls.head_dim % 4 == 0 and calls.has_work and is_plain
+
+
+@VARLEN_ATTENTION.register(
+    "torch's memory-efficient attention",
+    "cuda",
+    why_missing=lambda device: None if device.type == "cuda" else "it is for CUDA GPUs",
+    takes=_takes_memory_efficient,
+)
 def _memory_efficient(
     q: Tensor,
     k: Tensor,
@@ -270,18 +357,29 @@ def _memory_efficient(
     *,
     max_seqlen: int,
     softmax_scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    relative_bias: Tensor | None,
-    bias_positions: Tensor | None,
+    out: Tensor | None,
+    **_: object,
 ) -> Tensor:
-    """torch's memory-efficient attention: f32, packed sequences, no mask, no bias."""
     attended: Tensor = torch.ops.aten._efficient_attention_forward(
         q[None], k[None], v[None], None, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, 0,
         scale=softmax_scale,
     )[0][0]  # fmt: skip
-    return attended
+    return attended if out is None else out.copy_(attended)
+
+
+@VARLEN_ATTENTION.in_torch()
+def _run_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    plan: AttentionPlan | None,
+    out: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    attended = reference.varlen_attention(q, k, v, cu_seqlens, **options)
+    return attended if out is None else out.copy_(attended)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor | None) -> None:
@@ -332,15 +430,18 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None
         raise ValueError("cu_seqlens must have batch_size + 1 entries, got 0")
 
 
-def _check_bias(
-    q: Tensor, max_seqlen: int, relative_bias: Tensor | None, bias_positions: Tensor | None
+def require_bias(
+    relative_bias: Tensor,
+    bias_positions: Tensor | None,
+    *,
+    num_heads: int,
+    total_tokens: int,
+    max_seqlen: int,
+    device: torch.device,
 ) -> None:
-    if relative_bias is None:
-        return
-    shape = (q.shape[1], None)
-    require_tensor(
-        "relative_bias", relative_bias, shape=shape, dtypes=(torch.float32,), device=q.device
-    )
+    """Check the bias that varlen_attention takes, and on a CPU the values of its positions."""
+    shape, f32 = (num_heads, None), (torch.float32,)
+    require_tensor("relative_bias", relative_bias, shape=shape, dtypes=f32, device=device)
     require_contiguous("relative_bias", relative_bias)
     span, rest = divmod(relative_bias.shape[1] + 1, 2)
     if rest or span < max_seqlen:
@@ -350,15 +451,10 @@ def _check_bias(
         )
     if bias_positions is None:
         return
-    require_tensor(
-        "bias_positions",
-        bias_positions,
-        shape=q.shape[:1],
-        dtypes=(torch.int32,),
-        device=q.device,
-    )
+    rows, int32 = (total_tokens,), (torch.int32,)
+    require_tensor("bias_positions", bias_positions, shape=rows, dtypes=int32, device=device)
     require_contiguous("bias_positions", bias_positions)
-    if q.shape[0] > 0 and not q.is_cuda and not torch.compiler.is_compiling():
+    if total_tokens > 0 and device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = (int(t) for t in bias_positions.aminmax())
         if low < 0 or high >= span:
             raise ValueError(f"bias_positions must be in [0, {span}), got {low} to {high}")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bytetx.ops import native
+from bytetx.ops import native, triton_backend
 from bytetx.ops.check import HALF_DTYPES
-from bytetx.ops.triton_backend import triton_kernels
+from bytetx.ops.triton_backend import why_no_triton
 
 MAX_HEAD_DIM = 256
 _ALIGNMENT_BYTES = 16
@@ -60,10 +60,9 @@ def plan_attention(
     if batch_size == 0 or total_tokens == 0:
         return None
     if not has_planned_kernel(cu_seqlens.device):
-        triton = triton_kernels(cu_seqlens.device)
-        if triton is None:
+        if why_no_triton(cu_seqlens.device) is not None:
             return None
-        bounds = triton.sequence_bounds(cu_seqlens, total_tokens)
+        bounds = triton_backend.kernels(cu_seqlens.device).sequence_bounds(cu_seqlens, total_tokens)
         return AttentionPlan(bounds, 0, batch_size, total_tokens, causal, window)
     kernels = _kernels(cu_seqlens.device)
     # Wide tiles have no kernel that changes scores: a head_dim of 0 asks for narrow ones.
@@ -97,19 +96,6 @@ def plan_attention(
     return AttentionPlan(buffer, *sizes, causal, window, batch_invariant)
 
 
-def takes_plan(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> bool:
-    """Whether the planned kernel computes this call."""
-    head_dim = q.shape[2]
-    if not (q.is_cuda and q.dtype in HALF_DTYPES and 0 < head_dim <= MAX_HEAD_DIM):
-        return False
-    # Each of these is 0 where it is a multiple of 16 bytes: one test instead of seven, for this is
-    # on the way of every call.
-    offsets = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    elements = head_dim | q.stride(0) | k.stride(0) | v.stride(0)
-    is_aligned = (offsets | 2 * elements) % _ALIGNMENT_BYTES == 0
-    return is_aligned and softmax_scale > 0 and has_planned_kernel(q.device)
-
-
 def run_planned(
     q: Tensor,
     k: Tensor,
@@ -122,7 +108,7 @@ def run_planned(
     bias_positions: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """The Hopper kernel on checked arguments that takes_plan accepts."""
+    """The Hopper kernel on checked arguments that it takes."""
     total_tokens, num_heads, head_dim = q.shape
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -156,17 +142,6 @@ def run_planned(
     return out
 
 
-def takes_triton(q: Tensor, *, is_plain: bool) -> bool:
-    """Whether Triton's kernel computes this call instead of the native one, and is the fastest.
-
-    In f32 it multiplies without tensor cores: torch's own is faster where nothing is masked, no
-    score is changed (is_plain) and head_dim is a multiple of 4.
-    """
-    if not 0 < q.shape[2] <= MAX_HEAD_DIM or triton_kernels(q.device) is None:
-        return False
-    return q.dtype in HALF_DTYPES or not is_plain or q.shape[2] % 4 != 0
-
-
 def run_triton(
     q: Tensor,
     k: Tensor,
@@ -179,10 +154,9 @@ def run_triton(
     bias_positions: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Triton's kernel on checked arguments that takes_triton accepts."""
-    triton = triton_kernels(q.device)
-    assert triton is not None and plan.tile_rows == 0  # a native plan holds no sequence bounds
-    attended: Tensor = triton.varlen_attention(
+    """Triton's kernel on checked arguments that it takes."""
+    assert plan.tile_rows == 0  # a native plan holds no sequence bounds
+    attended: Tensor = triton_backend.kernels(q.device).varlen_attention(
         q,
         k,
         v,
@@ -205,7 +179,7 @@ def is_planned(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
         return False
     if has_planned_kernel(device):
         return head_dim * dtype.itemsize % _ALIGNMENT_BYTES == 0
-    return triton_kernels(device) is not None
+    return why_no_triton(device) is None
 
 
 @native.cached_lookup

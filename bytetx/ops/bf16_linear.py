@@ -1,12 +1,11 @@
 """Linear layers of bf16 by a kernel of our own, for CPUs: a result is one chain of f32 sums."""
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from bytetx.ops import native
+from bytetx.ops.registry import Operation
 
 _COLUMNS = 32  # outputs per panel, as in csrc/cpu/bf16_linear.h
 _CPU = torch.device("cpu")
@@ -55,9 +54,10 @@ def bf16_linear(
     m, k = x.shape
     d = x.new_empty((m, n))
     launch = native.launch_args(_CPU, isa)
-    kernel, workspace_bytes = _kernels()
-    num_bytes = workspace_bytes(k=k, num_threads=launch.num_threads)
-    kernel(
+    num_bytes = native.require_kernel("bf16_linear_workspace_bytes", _CPU)(
+        k=k, num_threads=launch.num_threads
+    )
+    native.require_kernel("bf16_linear", _CPU)(
         x=x,
         weight=weight,
         bias=bias,
@@ -74,12 +74,9 @@ def bf16_linear(
     return d
 
 
-@cache
-def _kernels() -> tuple[native.Kernel, native.Kernel]:
-    workspace_bytes = native.require_kernel("bf16_linear_workspace_bytes", _CPU)
-    return native.require_kernel("bf16_linear", _CPU), workspace_bytes
-
-
 native.register(
     bf16_linear, without=["isa"], fake=lambda x, *_, n, **__: x.new_empty((x.shape[0], n))
+)
+Operation("bf16_linear").register("native", "cpu", why_missing=lambda device: why_no_bf16_linear())(
+    bf16_linear
 )

@@ -9,8 +9,6 @@ from torch import Tensor
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-MAX_ROW_WIDTH = 16384  # kMaxRowWidth in csrc/cpu/rows.h
-
 
 def describe(value: object) -> str:
     """Describe an argument in an error text: a tensor's dtype, shape and device, or the type."""
@@ -104,14 +102,6 @@ def require_out(name: str, out: Tensor, *, like: Tensor, shape: Sequence[int]) -
     """Check a caller's output buffer: contiguous, of the given shape, `like`'s dtype and device."""
     require_tensor(name, out, shape=shape, dtypes=(like.dtype,), device=like.device)
     require_contiguous(name, out)
-
-
-def has_row_kernel(rows: Tensor) -> bool:
-    """Whether the row kernels of its device take rows [n, width] of this dtype and width."""
-    width = rows.shape[1]
-    if rows.is_cuda:
-        return width > 0
-    return rows.dtype in (torch.float32, torch.bfloat16) and 0 < width <= MAX_ROW_WIDTH
 
 
 def is_aligned(t: Tensor) -> bool:

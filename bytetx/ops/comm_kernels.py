@@ -16,6 +16,7 @@ from bytetx.ops.comm_epilogue import SumEpilogue
 from bytetx.ops.comm_plan import CommPlan, Op, tile_index
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 from bytetx.ops.native_params import LinearParams, NormParams
+from bytetx.ops.registry import Operation
 
 TIMEOUT_CYCLES = 20_000_000_000  # a kernel waits for another rank: about ten seconds of an H200
 _MAX_FEATURES = 16384  # the longest row that is summed and normalized in registers
@@ -278,3 +279,14 @@ def give_up(epochs: Tensor) -> None:
 def new_fault() -> Tensor:
     """Pinned host memory for one PeerFault."""
     return torch.zeros(8, dtype=torch.int32, pin_memory=True)
+
+
+# Chosen by comm_plan, which leaves them to NCCL and a GEMM where they are slower.
+for _name, _kernel, _run in (
+    ("all_gather_gemm", "all_gather_gemm", all_gather_gemm),
+    ("gemm_reduce_scatter", "gemm_reduce_scatter", gemm_reduce_scatter),
+    ("gemm_all_reduce", "gemm_all_reduce", gemm_all_reduce),
+    ("all_reduce", "all_reduce_one_shot", all_reduce),
+    ("sum_copies", "sum_copies", sum_copies),
+):
+    Operation(_name).native_kernel("cuda", kernel=_kernel)(_run)

@@ -1,16 +1,28 @@
 """Disentangled attention (DeBERTa) over packed sequences: checks, choice of kernel."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from bytetx.ops import native, reference
-from bytetx.ops.check import HALF_DTYPES, require_contiguous, require_heads, require_tensor
+from bytetx.ops import native, reference, triton_backend
+from bytetx.ops.check import (
+    HALF_DTYPES,
+    is_aligned,
+    require_contiguous,
+    require_heads,
+    require_tensor,
+)
+from bytetx.ops.registry import Operation
 from bytetx.ops.rows import empty_rows
-from bytetx.ops.triton_backend import triton_kernels
 
 _MAX_HEAD_DIM = 128
+
+# Shape class: dtype, head_dim, whether rows and tables start at multiples of 16 bytes, and whether
+# there are rows.  run(q, k, v, pos_k, pos_q, buckets, cu_seqlens, *, softmax_scale) as of
+# disentangled_attention.
+DISENTANGLED_ATTENTION = Operation("disentangled_attention")
 
 
 def disentangled_attention(
@@ -53,41 +65,40 @@ def disentangled_attention(
             softmax_scale=softmax_scale,
         )
         return attended
-    if has_kernel(q, k, v, pos_k, pos_q):
-        return run_kernel(q, k, v, pos_k, pos_q, buckets, cu_seqlens, softmax_scale=softmax_scale)
-    triton = triton_kernels(q.device)
-    if triton is not None and 0 < q.shape[2] <= _MAX_HEAD_DIM and q.shape[0] > 0:
-        bounds = triton.sequence_bounds(cu_seqlens, q.shape[0])
-        tables = (pos_k, pos_q, buckets)
-        rows: Tensor = triton.disentangled_attention(
-            q, k, v, *tables, bounds, softmax_scale=softmax_scale
-        )
-        return rows
-    return reference.disentangled_attention(
+    calls = (q.dtype, q.shape[2], _are_aligned((q, k, v), (pos_k, pos_q)), q.shape[0] > 0)
+    rows: Tensor = DISENTANGLED_ATTENTION.choose(q.device, *calls).run(
         q, k, v, pos_k, pos_q, buckets, cu_seqlens, softmax_scale=softmax_scale
     )
+    return rows
 
 
 def has_disentangled_kernel(device: torch.device) -> bool:
     """Whether a kernel is there, which reads the lengths on the device."""
     is_native = native.kernel("disentangled_attention", device) is not None
-    return is_native or triton_kernels(device) is not None
+    return is_native or triton_backend.why_no_triton(device) is None
 
 
-def has_kernel(q: Tensor, k: Tensor, v: Tensor, pos_k: Tensor | None, pos_q: Tensor | None) -> bool:
-    """Whether the native kernel takes these checked arguments."""
-    if native.kernel("disentangled_attention", q.device) is None or q.shape[2] == 0:
-        return False
-    if not q.is_cuda:
-        return q.dtype in (torch.float32, torch.bfloat16)
-    if q.dtype not in HALF_DTYPES or q.shape[2] % 8 or q.shape[2] > _MAX_HEAD_DIM:
-        return False
-    rows = (q, k, v)
-    tables = tuple(t for t in (pos_k, pos_q) if t is not None)
-    is_aligned = all(t.data_ptr() % 16 == 0 for t in rows + tables)
-    return is_aligned and all(t.stride(0) % 8 == 0 for t in rows)
+def _are_aligned(rows: Sequence[Tensor], tables: Sequence[Tensor | None]) -> bool:
+    starts = all(is_aligned(t) for t in (*rows, *tables) if t is not None)
+    return starts and all(t.stride(0) * t.element_size() % 16 == 0 for t in rows)
 
 
+def _takes_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, are_aligned: bool, has_rows: bool
+) -> bool:
+    if device.type != "cuda":
+        return dtype in (torch.float32, torch.bfloat16) and head_dim > 0
+    fits = head_dim % 8 == 0 and 0 < head_dim <= _MAX_HEAD_DIM
+    return dtype in HALF_DTYPES and fits and are_aligned
+
+
+def _takes_triton(
+    device: torch.device, dtype: torch.dtype, head_dim: int, are_aligned: bool, has_rows: bool
+) -> bool:
+    return 0 < head_dim <= _MAX_HEAD_DIM and has_rows
+
+
+@DISENTANGLED_ATTENTION.native_kernel(takes=_takes_kernel)
 def run_kernel(
     q: Tensor,
     k: Tensor,
@@ -100,7 +111,7 @@ def run_kernel(
     softmax_scale: float,
     isa: str = "auto",
 ) -> Tensor:
-    """The native kernel on arguments that has_kernel takes; isa: a key of native.ISA_CODES."""
+    """The native kernel on checked arguments; isa: a key of native.ISA_CODES."""
     total_tokens, num_heads, head_dim = q.shape
     batch_size = cu_seqlens.shape[0] - 1
     launch = native.launch_args(q.device, isa)
@@ -141,6 +152,29 @@ def run_kernel(
     return out
 
 
+@DISENTANGLED_ATTENTION.triton_kernel(takes=_takes_triton)
+def _run_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos_k: Tensor | None,
+    pos_q: Tensor | None,
+    buckets: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+) -> Tensor:
+    triton = triton_backend.kernels(q.device)
+    bounds = triton.sequence_bounds(cu_seqlens, q.shape[0])
+    rows: Tensor = triton.disentangled_attention(
+        q, k, v, pos_k, pos_q, buckets, bounds, softmax_scale=softmax_scale
+    )
+    return rows
+
+
+DISENTANGLED_ATTENTION.in_torch()(reference.disentangled_attention)
+
+
 def log_buckets(num_buckets: int, max_distance: int, span: int) -> Tensor:
     """DeBERTa's buckets of the distances 1 - span to span - 1, int32 [2 * span - 1].
 
@@ -159,6 +193,16 @@ def log_buckets(num_buckets: int, max_distance: int, span: int) -> Tensor:
         is_near = distance.abs() <= middle
         distance = torch.where(is_near, distance, (logs * distance.sign()).long())
     return (distance + half).clamp(0, 2 * half - 1).int()
+
+
+def require_span(buckets: Tensor, max_seqlen: int) -> None:
+    """Check that buckets [2 * span - 1] have a bucket for each distance in a sequence."""
+    span, rest = divmod(buckets.shape[0] + 1, 2)
+    if rest or span < max_seqlen:
+        raise ValueError(
+            f"buckets must have 2 * span - 1 entries with span >= max_seqlen {max_seqlen}, "
+            f"got {buckets.shape[0]}"
+        )
 
 
 def _check(
@@ -188,12 +232,7 @@ def _check(
     for name, ints in (("buckets", buckets), ("cu_seqlens", cu_seqlens)):
         require_tensor(name, ints, shape=(None,), dtypes=(torch.int32,), device=device)
         require_contiguous(name, ints)
-    span, rest = divmod(buckets.shape[0] + 1, 2)
-    if rest or span < max_seqlen:
-        raise ValueError(
-            f"buckets must have 2 * span - 1 entries with span >= max_seqlen {max_seqlen}, "
-            f"got {buckets.shape[0]}"
-        )
+    require_span(buckets, max_seqlen)
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must have batch_size + 1 entries, got 0")
     if not (math.isfinite(softmax_scale) and softmax_scale > 0):

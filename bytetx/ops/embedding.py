@@ -1,12 +1,21 @@
 """Embedding gather, sum and norm from packed ids: checks, choice of kernel."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from bytetx.ops import native, reference
-from bytetx.ops.check import has_row_kernel, is_operand, require_contiguous, require_tensor
-from bytetx.ops.rows import empty_rows
-from bytetx.ops.triton_backend import MAX_ROW_WIDTH, triton_kernels
+from bytetx.ops import native, reference, triton_backend
+from bytetx.ops.check import is_operand, require_contiguous, require_tensor
+from bytetx.ops.registry import Operation
+from bytetx.ops.rows import empty_rows, has_row_kernel
+
+Ids = tuple[Tensor, Tensor | None, Tensor | None]  # input, position and token type ids
+Tables = tuple[Tensor, Tensor | None, Tensor | None]
+
+# Shape classes: dtype and width of the tables.
+# run(ids, tables, *, norm_weight, norm_bias, eps, inputs_embeds, bad_ids) as of embed.
+EMBED = Operation("embed")
 
 
 def embed(
@@ -61,39 +70,11 @@ def embed(
             inputs_embeds=inputs_embeds,
         )
         return embedded
-    kernel = native.kernel("embed", word.device)
     if bad_ids is not None:
         require_tensor("bad_ids", bad_ids, shape=(3,), dtypes=(torch.int32,), device=word.device)
         if not word.is_cuda:
             raise ValueError("bad_ids must be None on a CPU, where an id outside its table raises")
-    triton = triton_kernels(word.device) if kernel is None else None
-    if triton is not None and 0 < word.shape[1] <= MAX_ROW_WIDTH:
-        rows: Tensor = triton.embed(
-            (input_ids, position_ids, token_type_ids),
-            (word, position, token_type),
-            norm_weight=norm_weight,
-            norm_bias=norm_bias,
-            eps=eps,
-            inputs_embeds=inputs_embeds,
-            bad_ids=bad_ids,
-        )
-        return rows
-    if kernel is None or not has_row_kernel(word):
-        return reference.embed(
-            input_ids,
-            position_ids,
-            token_type_ids,
-            word=word,
-            position=position,
-            token_type=token_type,
-            norm_weight=norm_weight,
-            norm_bias=norm_bias,
-            eps=eps,
-            inputs_embeds=inputs_embeds,
-            bad_ids=bad_ids,
-        )
-    return run_kernel(
-        kernel,
+    embedded = EMBED.choose(word.device, word.dtype, word.shape[1]).run(
         (input_ids, position_ids, token_type_ids),
         (word, position, token_type),
         norm_weight=norm_weight,
@@ -102,12 +83,13 @@ def embed(
         inputs_embeds=inputs_embeds,
         bad_ids=bad_ids,
     )
+    return embedded
 
 
+@EMBED.native_kernel(takes=has_row_kernel)
 def run_kernel(
-    kernel: native.Kernel,
-    ids: tuple[Tensor, Tensor | None, Tensor | None],
-    tables: tuple[Tensor, Tensor | None, Tensor | None],
+    ids: Ids,
+    tables: Tables,
     *,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
@@ -123,7 +105,7 @@ def run_kernel(
         out = word.new_empty((total_tokens, embedding_size))
     else:
         out = empty_rows(total_tokens, (embedding_size,), word.dtype)
-    kernel(
+    native.require_kernel("embed", word.device)(
         input_ids=ids[0],
         position_ids=ids[1],
         token_type_ids=ids[2],
@@ -145,6 +127,18 @@ def run_kernel(
         launch=native.launch_args(word.device, isa),
     )
     return out
+
+
+@EMBED.triton_kernel(takes=triton_backend.holds_rows)
+def _run_triton(ids: Ids, tables: Tables, **options: Any) -> Tensor:
+    rows: Tensor = triton_backend.kernels(ids[0].device).embed(ids, tables, **options)
+    return rows
+
+
+@EMBED.in_torch()
+def _run_torch(ids: Ids, tables: Tables, **options: Any) -> Tensor:
+    word, position, token_type = tables
+    return reference.embed(*ids, word=word, position=position, token_type=token_type, **options)
 
 
 def _check_ids(

@@ -12,10 +12,15 @@ from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 from bytetx.ops.linear_plan import Tiling
 from bytetx.ops.quantize import quantize_rows
+from bytetx.ops.registry import Operation
 
 KERNEL_COLUMNS = 32  # n in these steps
 KERNEL_FEATURES = 16  # k
 HALVES = (torch.float16, torch.bfloat16)
+
+# Shape class: whether the weight's sizes and the rows are as the Hopper kernel wants them.
+# run(rows, scale, w, *, activation, out_scale) as of fp8_linear.
+FP8_LINEAR = Operation("fp8_linear")
 
 _COPY = "_bytetx_e4m3"  # attribute of a tensor
 _SCALE_STEPS = 16  # scales of a weight's row that are tried
@@ -63,7 +68,7 @@ class Fp8LinearWeight:
     ) -> Tensor:
         """x: in f16 or bf16, or the E4M3 rows of a weight with out_scale."""
         rows, scale = (x, None) if x.dtype == torch.float8_e4m3fn else e4m3_copy(x)
-        d = fp8_linear(rows, scale, self, activation=activation, out_scale=self.out_scale)
+        d = _product(rows, scale, self, activation=activation, out_scale=self.out_scale)
         return d if residual is None else d.add_(residual)
 
     def activated(self, product: Tensor, activation: str) -> Tensor:
@@ -155,9 +160,45 @@ def fp8_linear(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if out_scale is not None and not out_scale > 0:
         raise ValueError(f"out_scale must be above 0, got {out_scale}")
-    if has_fp8_linear(w) and is_aligned(rows):
-        tiling = plan_fp8_linear(rows.shape[0], w.n).index
-        return run_kernel(rows, scale, w, tiling, activation=activation, out_scale=out_scale)
+    return _product(rows, scale, w, activation=activation, out_scale=out_scale)
+
+
+def _product(
+    rows: Tensor,
+    scale: Tensor | None,
+    w: Fp8LinearWeight,
+    *,
+    activation: str,
+    out_scale: float | None,
+) -> Tensor:
+    """fp8_linear on checked arguments."""
+    backend = FP8_LINEAR.choose(rows.device, _fits(w) and is_aligned(rows))
+    d: Tensor = backend.run(rows, scale, w, activation=activation, out_scale=out_scale)
+    return d
+
+
+@FP8_LINEAR.native_kernel("cuda", takes=lambda device, fits: fits)
+def _run_native(
+    rows: Tensor,
+    scale: Tensor | None,
+    w: Fp8LinearWeight,
+    *,
+    activation: str,
+    out_scale: float | None,
+) -> Tensor:
+    tiling = plan_fp8_linear(rows.shape[0], w.n).index
+    return run_kernel(rows, scale, w, tiling, activation=activation, out_scale=out_scale)
+
+
+@FP8_LINEAR.in_torch()
+def _run_torch(
+    rows: Tensor,
+    scale: Tensor | None,
+    w: Fp8LinearWeight,
+    *,
+    activation: str,
+    out_scale: float | None,
+) -> Tensor:
     return reference.fp8_linear(
         rows,
         scale,
@@ -205,9 +246,11 @@ def run_kernel(
 
 def has_fp8_linear(w: Fp8LinearWeight) -> bool:
     """Whether the Hopper kernel takes this weight."""
-    if w.n % KERNEL_COLUMNS or w.k % KERNEL_FEATURES or w.dtype not in HALVES:
-        return False
-    return native.kernel("fp8_linear", w.rows.device) is not None
+    return _fits(w) and native.kernel("fp8_linear", w.rows.device) is not None
+
+
+def _fits(w: Fp8LinearWeight) -> bool:
+    return w.n % KERNEL_COLUMNS == 0 and w.k % KERNEL_FEATURES == 0 and w.dtype in HALVES
 
 
 @lru_cache(_MAX_PLANS)

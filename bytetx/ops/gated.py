@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from bytetx.ops import native, reference
+from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.check import is_aligned, require_tensor
 from bytetx.ops.linear import (
     ACTIVATIONS,
@@ -17,12 +17,16 @@ from bytetx.ops.linear import (
     run_kernel,
 )
 from bytetx.ops.linear_plan import LinearPlan, plan_gated, plan_invariant
-from bytetx.ops.triton_backend import triton_kernels
+from bytetx.ops.registry import Operation
 
 GATES = ("gelu", "gelu_tanh", "silu")
 # Gates and values take turns in blocks of this many rows, so that a tile of the product holds both.
 BLOCK = 32
 _ROWS_IN_F32 = 64
+
+# Shape class: dtype and whether the Hopper kernel takes the weight and the rows.
+# run(both, w, activation) as of gate.
+GATE_ROWS = Operation("gate_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class GatedWeight:
     def matmul(
         self, x: Tensor, *, activation: str = "none", residual: Tensor | None = None
     ) -> Tensor:
-        d = gated_linear(x, self, activation=activation)
+        d = _product(x, self, activation)
         return d if residual is None else d.add_(residual)
 
     def activated(self, product: Tensor, activation: str) -> Tensor:
@@ -100,34 +104,57 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     require_rows("x", x, fused.k, fused)
     if activation not in GATES:
         raise ValueError(f"activation must be one of {', '.join(GATES)}, got {activation!r}")
-    if w.has_kernel and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return _gate(linear(x, fused), w, activation)
+    return _product(x, w, activation)
+
+
+def _product(x: Tensor, w: GatedWeight, activation: str) -> Tensor:
+    """gated_linear on checked arguments."""
+    fused = w.fused
+    if w.has_kernel:
         x = x.clone() if fused.batch_invariant and not is_aligned(x) else x
         plan = _plan(x, fused)
         if plan.tiling is not None:
             return run_kernel(x, fused, plan=plan, activation=activation, is_gated=True)
-    return gate(linear(x, fused), w, activation=activation)
+    return gate(fused.matmul(x), w, activation=activation)
 
 
 def gate(both: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     """act(gates) * values of the fused product, [m, 2 * n] -> [m, n]."""
-    kernel = native.kernel("gate_rows", both.device) if w.has_kernel else None
-    if kernel is not None and is_aligned(both) and not torch.compiler.is_compiling():
-        out = both.new_empty((len(both), w.n))
-        kernel(
-            both=both,
-            out=out,
-            m=len(both),
-            n=w.n,
-            activation=ACTIVATIONS.index(activation),
-            dtype=native.DTYPE_CODES[both.dtype],
-            launch=native.launch_args(both.device),
-        )
-        return out
-    triton = triton_kernels(both.device)
-    if triton is not None and not torch.compiler.is_compiling():
-        gated: Tensor = triton.gate_rows(both, w.n, block=w.block, activation=activation)
-        return gated
-    if both.is_cuda or both.dtype == torch.float32 or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return _gate(both, w, activation)
+    fits = w.has_kernel and is_aligned(both)
+    gated: Tensor = GATE_ROWS.choose(both.device, both.dtype, fits).run(both, w, activation)
+    return gated
+
+
+@GATE_ROWS.native_kernel("cuda", takes=lambda device, dtype, fits: fits)
+def _run_kernel(both: Tensor, w: GatedWeight, activation: str) -> Tensor:
+    out = both.new_empty((len(both), w.n))
+    native.require_kernel("gate_rows", both.device)(
+        both=both,
+        out=out,
+        m=len(both),
+        n=w.n,
+        activation=ACTIVATIONS.index(activation),
+        dtype=native.DTYPE_CODES[both.dtype],
+        launch=native.launch_args(both.device),
+    )
+    return out
+
+
+@GATE_ROWS.triton_kernel()
+def _run_triton(both: Tensor, w: GatedWeight, activation: str) -> Tensor:
+    gated: Tensor = triton_backend.kernels(both.device).gate_rows(
+        both, w.n, block=w.block, activation=activation
+    )
+    return gated
+
+
+@GATE_ROWS.in_torch()
+def _run_torch(both: Tensor, w: GatedWeight, activation: str) -> Tensor:
+    if both.is_cuda or both.dtype == torch.float32:
         return _gate(both, w, activation)
     # In f32, and rounded once; some rows at a time, whose f32 copies stay in a cache.
     out = both.new_empty((len(both), w.n))

@@ -1,7 +1,6 @@
 """Linear layers of 8-bit integers on CPUs with AVX2 or VNNI: weights as the kernel takes them."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch.nn.functional import pad
 
 from bytetx.ops import native
 from bytetx.ops.check import require_tensor
+from bytetx.ops.registry import Operation
 from bytetx.ops.rows import empty_rows
 
 # Of csrc/cpu/int8_linear.h: outputs of a panel, features that one instruction multiplies.
@@ -97,9 +97,10 @@ def run_int8_linear(x: Tensor, w: Int8Weight, *, activation: int, isa: str = "au
     m = x.shape[0]
     d = empty_rows(m, (w.n,), x.dtype)
     launch = native.launch_args(_CPU, isa)
-    kernel, workspace_bytes = _kernels()
-    num_bytes = workspace_bytes(m=m, k=w.k, num_threads=launch.num_threads)
-    kernel(
+    num_bytes = native.require_kernel("int8_linear_workspace_bytes", _CPU)(
+        m=m, k=w.k, num_threads=launch.num_threads
+    )
+    native.require_kernel("int8_linear", _CPU)(
         x=x,
         weight=w.panels,
         weight_scale=w.scale,
@@ -118,7 +119,6 @@ def run_int8_linear(x: Tensor, w: Int8Weight, *, activation: int, isa: str = "au
     return d
 
 
-@cache
-def _kernels() -> tuple[native.Kernel, native.Kernel]:
-    workspace_bytes = native.require_kernel("int8_linear_workspace_bytes", _CPU)
-    return native.require_kernel("int8_linear", _CPU), workspace_bytes
+Operation("int8_linear").register("native", "cpu", why_missing=lambda device: why_no_int8_linear())(
+    run_int8_linear
+)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bytetx.ops import native, reference
+from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.bf16_linear import bf16_linear, pack_bf16_weight, why_no_bf16_linear
 from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_tensor
 from bytetx.ops.int8_linear import Int8Weight, prepare_int8_linear, run_int8_linear
@@ -20,8 +20,8 @@ from bytetx.ops.linear_plan import (
     plan_invariant,
     plan_linear,
 )
+from bytetx.ops.registry import Backend, Operation
 from bytetx.ops.rows import num_tile_rows, padded, tile_rows, whole_tiles
-from bytetx.ops.triton_backend import triton_kernels
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 
@@ -49,6 +49,11 @@ _ONEDNN_ACTIVATIONS = {
     "tanh": ("tanh", ""),
 }
 
+# Shape class: a weight's layout ("plain", "oneDNN's", "panels" of bf16, "int8"), its dtype, whether
+# the Hopper kernel takes it, and whether it is batch-invariant: it is chosen once a weight.
+# run(x, w, *, activation, residual) as of linear.
+LINEAR = Operation("linear")
+
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
@@ -58,8 +63,7 @@ class LinearWeight:
     int8: the weight in 8 bits, whose panels `weight` is then; dtype stays that of x.
     batch_invariant: a row's bits do not depend on the other rows, nor on how many there are.
     sum_bias: of a rank's share of the inputs, the bias [n] that the sum over ranks gets.
-    backend: chosen once, from what the machine has: cuda, int8, bf16 (our kernels on CPUs), onednn
-    or torch.
+    backend: LINEAR's for all products with it.
     Other members: as of bytetx.ops.weight.Weight.
     """
 
@@ -75,10 +79,19 @@ class LinearWeight:
     int8: Int8Weight | None = None
     batch_invariant: bool = False
     sum_bias: Tensor | None = None
-    backend: str = field(init=False, compare=False)
+    backend: Backend = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "backend", _choose_backend(self))
+        calls = (self._layout, self.dtype, self.has_kernel, self.batch_invariant)
+        object.__setattr__(self, "backend", LINEAR.choose(self.weight.device, *calls))
+
+    @property
+    def _layout(self) -> str:
+        if self.int8 is not None:
+            return "int8"
+        if self.is_prepacked:  # our panels of bf16 are int32, see pack_bf16_weight
+            return "panels" if self.weight.dtype == torch.int32 else "oneDNN's"
+        return "plain"
 
     @property
     def dense(self) -> "LinearWeight":
@@ -90,7 +103,8 @@ class LinearWeight:
     def matmul(
         self, x: Tensor, *, activation: str = "none", residual: Tensor | None = None
     ) -> Tensor:
-        return linear(x, self, activation=activation, residual=residual)
+        d: Tensor = self.backend.run(x, self, activation=activation, residual=residual)
+        return d
 
     def activated(self, product: Tensor, activation: str) -> Tensor:
         return reference.activate(product, activation)
@@ -119,9 +133,9 @@ def prepare_linear(
         has_kernel=_has_kernel(weight, bias),
         batch_invariant=batch_invariant,
     )
-    if prepack and w.backend == "bf16":
+    if prepack and w.backend.run is _run_bf16:
         return replace(w, weight=pack_bf16_weight(weight.detach()), is_prepacked=True)
-    if prepack and w.backend == "onednn":
+    if prepack and w.backend.run is _run_onednn:
         dense = weight.detach().contiguous()
         packed = torch.ops.mkldnn._reorder_linear_weight(dense, _PREPACK_ROWS)
         return replace(w, weight=packed, is_prepacked=True)
@@ -171,32 +185,9 @@ def linear(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if residual is not None:
         require_rows("residual", residual, w.n, w, m=x.shape[0])
-    if x.is_cuda:
-        return _linear_cuda(x, w, activation=activation, residual=residual)
-    if w.int8 is not None:
-        sums = run_int8_linear(x, w.int8, activation=ACTIVATIONS.index(activation))
-        return sums if residual is None else sums.add_(residual)
-    if w.backend == "bf16":
-        return _linear_bf16(x, w, activation=activation, residual=residual)
-    if w.backend != "onednn":
+    if x.is_cuda and torch.compiler.is_compiling():
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
-    if x.shape[0] == 0:
-        return x.new_empty((0, w.n))
-    m, rows = x.shape[0], _rows_for_onednn(x)
-    attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
-    d: Tensor = torch.ops.mkldnn._linear_pointwise(
-        rows, w.weight, w.bias, attribute, [], algorithm
-    )[:m]
-    return d if residual is None else d.add_(residual)
-
-
-def _linear_bf16(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
-    run = torch.ops.bytetx.bf16_linear if torch.compiler.is_compiling() else bf16_linear
-    weight = w.weight if w.is_prepacked else w.weight.contiguous()
-    index = ACTIVATIONS.index(activation)
-    bias = None if w.bias is None else w.bias.contiguous()
-    d: Tensor = run(x, weight, bias, n=w.n, activation=index, is_packed=w.is_prepacked)
-    return d if residual is None else d.add_(residual)
+    return w.matmul(x, activation=activation, residual=residual)
 
 
 def fuses_residual(m: int, w: LinearWeight) -> bool:
@@ -213,35 +204,51 @@ def primitives_bytes(weights: Iterable[LinearWeight], *, most_rows: int) -> int:
 
     0 where oneDNN does not run them.
     """
-    shapes = {(w.n, w.k, w.dtype, w.bias is None) for w in weights if w.backend == "onednn"}
+    layers = (w for w in weights if w.backend.run is _run_onednn)
+    shapes = {(w.n, w.k, w.dtype, w.bias is None) for w in layers}
     return min(len(shapes) * num_tile_rows(most_rows), _MAX_PRIMITIVES) * _PRIMITIVE_BYTES
 
 
-def _linear_cuda(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
-    if torch.compiler.is_compiling():
-        return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
+def _takes_kernel(
+    device: torch.device, layout: str, dtype: torch.dtype, has_kernel: bool, batch_invariant: bool
+) -> bool:
+    return has_kernel or batch_invariant
+
+
+@LINEAR.native_kernel("cuda", takes=_takes_kernel)
+def _run_native(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
     if w.batch_invariant:
-        return _linear_invariant(x, w, activation=activation, residual=residual)
-    if not w.has_kernel or not is_aligned(x):
-        # A product alone is cuBLAS's; the epilogue saves a pass over what it gives.
-        triton = triton_kernels(x.device) if activation != "none" else None
-        if triton is None or x.dtype not in DTYPE_NAMES or not w.weight.is_contiguous():
-            return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
-        activated: Tensor = triton.linear(
-            x, w.weight, w.bias, activation=activation, residual=residual
-        )
-        return activated
+        return _run_invariant(x, w, activation=activation, residual=residual)
+    if not is_aligned(x):
+        return _run_torch(x, w, activation=activation, residual=residual)
     fuses = residual is not None and activation == "none" and is_aligned(residual)
     epilogue = RESIDUAL if fuses else EPILOGUES[activation]
     plan = plan_linear(x.shape[0], w.n, w.k, dtype=DTYPE_NAMES[w.dtype], epilogue=epilogue)
     if plan.tiling is None:
-        return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
+        return _run_torch(x, w, activation=activation, residual=residual)
     fused = residual if fuses else None
     d = run_kernel(x, w, plan=plan, activation=activation, residual=fused)
     return d if residual is None or fuses else d.add_(residual)
 
 
-def _linear_invariant(
+def _takes_triton(
+    device: torch.device, layout: str, dtype: torch.dtype, has_kernel: bool, batch_invariant: bool
+) -> bool:
+    return layout == "plain" and dtype in DTYPE_NAMES
+
+
+@LINEAR.triton_kernel(takes=_takes_triton)
+def _run_triton(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
+    # A product alone is cuBLAS's; the epilogue saves a pass over what it gives.
+    if activation == "none" or not w.weight.is_contiguous():
+        return _run_torch(x, w, activation=activation, residual=residual)
+    d: Tensor = triton_backend.kernels(x.device).linear(
+        x, w.weight, w.bias, activation=activation, residual=residual
+    )
+    return d
+
+
+def _run_invariant(
     x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None
 ) -> Tensor:
     """linear on a GPU by one plan for every number of rows."""
@@ -306,15 +313,70 @@ def run_kernel(
     return d
 
 
-def _rows_for_onednn(x: Tensor) -> Tensor:
-    """x [m, k] and rows behind it, as many as oneDNN has a primitive for: [tile_rows(m), k]."""
+@LINEAR.register(
+    "native", "cpu", takes=lambda device, layout, *_: device.type == "cpu" and layout == "int8"
+)
+def _run_int8(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
+    assert w.int8 is not None  # the layout says so
+    d = run_int8_linear(x, w.int8, activation=ACTIVATIONS.index(activation))
+    return d if residual is None else d.add_(residual)
+
+
+def _takes_bf16(
+    device: torch.device, layout: str, dtype: torch.dtype, has_kernel: bool, batch_invariant: bool
+) -> bool:
+    if layout == "plain":
+        is_bf16 = device.type == "cpu" and dtype == torch.bfloat16
+        return is_bf16 and _runs_bf16_kernel(batch_invariant)
+    return layout == "panels"
+
+
+@LINEAR.register("native", "cpu", takes=_takes_bf16)
+def _run_bf16(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
+    run = torch.ops.bytetx.bf16_linear if torch.compiler.is_compiling() else bf16_linear
+    weight = w.weight if w.is_prepacked else w.weight.contiguous()
+    index = ACTIVATIONS.index(activation)
+    bias = None if w.bias is None else w.bias.contiguous()
+    d: Tensor = run(x, weight, bias, n=w.n, activation=index, is_packed=w.is_prepacked)
+    return d if residual is None else d.add_(residual)
+
+
+def _takes_onednn(
+    device: torch.device, layout: str, dtype: torch.dtype, has_kernel: bool, batch_invariant: bool
+) -> bool:
+    if layout == "plain":
+        return device.type == "cpu" and _has_onednn(dtype)
+    return layout == "oneDNN's"
+
+
+@LINEAR.register(
+    "oneDNN through torch",
+    "cpu",
+    why_missing=lambda device: _why_no_onednn(device),
+    takes=_takes_onednn,
+)
+def _run_onednn(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
+    m = x.shape[0]
+    if m == 0:
+        return x.new_empty((0, w.n))
+    # Rows behind x as well, as many as oneDNN has a primitive for.
     if torch.compiler.is_compiling():
         # A compiled graph has one row count, or symbols for it; see rows.py for two.
-        return x.expand(2, -1).contiguous() if x.shape[0] == 1 else x
-    if x.dtype == torch.bfloat16 and x.shape[1] % _AMX_FEATURES and _has_amx():
-        rows = tile_rows(x.shape[0])
-        return padded(x, rows + 1)[:rows]
-    return whole_tiles(x)
+        rows = x.expand(2, -1).contiguous() if m == 1 else x
+    elif x.dtype == torch.bfloat16 and w.k % _AMX_FEATURES and _has_amx():
+        rows = padded(x, tile_rows(m) + 1)[: tile_rows(m)]
+    else:
+        rows = whole_tiles(x)
+    attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
+    d: Tensor = torch.ops.mkldnn._linear_pointwise(
+        rows, w.weight, w.bias, attribute, [], algorithm
+    )[:m]
+    return d if residual is None else d.add_(residual)
+
+
+@LINEAR.in_torch()
+def _run_torch(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
+    return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
 
 
 @cache
@@ -329,21 +391,6 @@ def _has_kernel(weight: Tensor, bias: Tensor | None) -> bool:
     if weight.dtype not in DTYPE_NAMES or n % KERNEL_COLUMNS or k % KERNEL_FEATURES:
         return False
     return all(is_aligned(t) and t.is_contiguous() for t in (weight, bias) if t is not None)
-
-
-def _choose_backend(w: LinearWeight) -> str:
-    if w.weight.device.type == "cuda":
-        return "cuda"
-    if w.int8 is not None:
-        return "int8"
-    if w.is_prepacked:  # our panels of bf16 are int32, see pack_bf16_weight
-        return "bf16" if w.weight.dtype == torch.int32 else "onednn"
-    if w.weight.device.type == "cpu":
-        if w.dtype == torch.bfloat16 and _runs_bf16_kernel(w.batch_invariant):
-            return "bf16"
-        if _has_onednn(w.dtype):
-            return "onednn"
-    return "torch"
 
 
 def has_invariant_bf16() -> bool:
@@ -371,11 +418,14 @@ def _runs_bf16_kernel(batch_invariant: bool) -> bool:
     return batch_invariant and _has_amx()
 
 
-@native.cached_lookup
+def _why_no_onednn(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return "oneDNN is for CPUs"
+    return None if torch.backends.mkldnn.is_available() else "torch was built without oneDNN"
+
+
 def _has_onednn(dtype: torch.dtype) -> bool:
-    """Whether torch can run such a weight on a CPU through oneDNN's fused linear."""
-    if not torch.backends.mkldnn.is_available():
-        return False
+    """Whether torch runs such a plain weight on a CPU through oneDNN's fused linear."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and has_cpu_bf16())
 
 

@@ -32,13 +32,33 @@ def linear_norm(
     not run on two streams in graphs that were captured on one: they would share its workspace.
     Raises ValueError on shape, dtype or device mismatch.
     """
-    workspace = _workspace_for(x, w, residual, norm_weight, norm_bias)
-    if workspace is None:
-        adds = fuses_residual(x.shape[0], w)
-        d = linear(x, w, residual=residual if adds else None)
-        rest = None if adds else residual
-        return layer_norm(d, norm_weight, norm_bias, eps=eps, residual=rest, out=d)
     norm = (norm_weight, norm_bias)
+    require_rows("x", x, w.k, w)
+    require_rows("residual", residual, w.n, w, m=x.shape[0])
+    for name, t in zip(("norm_weight", "norm_bias"), norm, strict=True):
+        if t is not None:
+            require_tensor(name, t, shape=(w.n,), dtypes=(w.dtype,), device=x.device)
+            require_contiguous(name, t)
+    fused = fused_linear_norm(x, w, residual=residual, norm=norm, eps=eps)
+    if fused is not None:
+        return fused
+    adds = fuses_residual(x.shape[0], w)
+    d = linear(x, w, residual=residual if adds else None)
+    return layer_norm(d, *norm, eps=eps, residual=None if adds else residual, out=d)
+
+
+def fused_linear_norm(
+    x: Tensor,
+    w: LinearWeight,
+    *,
+    residual: Tensor,
+    norm: tuple[Tensor, Tensor | None],
+    eps: float,
+) -> Tensor | None:
+    """linear_norm of checked operands by one kernel; None where it is not there or not faster."""
+    workspace = _workspace_for(x, w, residual, *norm)
+    if workspace is None:
+        return None
     return run_kernel(x, w, residual=residual, norm=norm, eps=eps, workspace=workspace)
 
 
@@ -51,14 +71,8 @@ def run_kernel(
     eps: float,
     workspace: Tensor,
 ) -> Tensor:
-    """The Hopper kernel on operands that it takes, with a workspace of make_workspace()."""
+    """The Hopper kernel on operands that takes_kernel accepts; workspace: make_workspace's."""
     m = x.shape[0]
-    require_rows("x", x, w.k, w)
-    require_rows("residual", residual, w.n, w, m=m)
-    for name, t in zip(("norm_weight", "norm_bias"), norm, strict=True):
-        require_tensor(name, t, shape=(w.n,), dtypes=(w.dtype,), device=x.device)
-        assert t is not None
-        require_contiguous(name, t)
     d = x.new_empty((m, w.n))
     native.require_kernel("linear_norm", x.device)(
         a=x,

@@ -6,14 +6,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bytetx.ops import native
+from bytetx.ops import native, triton_backend
 from bytetx.ops.check import HALF_DTYPES, is_aligned
 from bytetx.ops.pooling import pool
-from bytetx.ops.triton_backend import triton_beside_native
+from bytetx.ops.registry import Operation
 
 # What the native kernel of one query takes.
 _KERNEL_SIZES = (32, 64, 96, 128)
 _KERNEL_VECTORS = 64
+
+# Shape class: whether the native kernel of one query takes the operands.
+# run(q, cu_queries, d, cu_documents, *, empty_score, product_bytes, is_mean) as of maxsim_scores.
+MAXSIM = Operation("maxsim_of_one")
 
 
 def maxsim_scores(
@@ -38,45 +42,22 @@ def maxsim_scores(
     q, d = _operand(queries), _operand(documents)
     if q.dtype != d.dtype:
         q, d = q.float(), d.float()
-    if len(cu_queries) == 2 and _has_kernel(q, d):
-        return _native_of_one(q, d, cu_documents, empty_score=empty_score, is_mean=is_mean)
-    triton = triton_beside_native(d.device)
-    if triton is not None and len(cu_queries) == 2 and 0 < q.shape[0] <= triton.MAX_ONE_QUERY:
-        scores: Tensor = triton.maxsim_of_one(
-            q.contiguous(),
-            d.contiguous(),
-            _on_device(cu_documents, d.device),
-            empty_score=empty_score,
-            is_mean=is_mean,
-        )
-        return scores
-    at_once = max(1, product_bytes // (4 * max(1, len(q))))
-    if triton is None:
-        out = torch.empty((len(cu_queries) - 1, len(cu_documents) - 1), device=d.device)
-        for some in cuts(cu_documents, at_once):
-            out[:, some] = _blockwise(q, np.diff(cu_queries), *_rows(d, cu_documents, some))
-    else:
-        num_documents, q, blocks = len(cu_documents) - 1, q.contiguous(), []
-        for first in range(0, max(num_documents, 1), at_once):
-            some = slice(first, min(first + at_once, num_documents))
-            vectors, ends = _rows(d, cu_documents, some)
-            tiles = triton.tiles_of(cu_queries, ends, d.dtype, d.device)
-            blocks.append(triton.maxsim(q, vectors.contiguous(), tiles))
-        out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
-    if is_mean:
-        seqlens = np.maximum(np.diff(cu_queries), 1)
-        out /= torch.from_numpy(seqlens).to(d.device)[:, None]
-    is_empty = cu_documents[1:] == cu_documents[:-1]
-    if np.count_nonzero(is_empty):
-        out.masked_fill_(torch.from_numpy(is_empty).to(d.device), empty_score)
-    return out
+    takes_one = len(cu_queries) == 2 and _fits_kernel(q, d)
+    scores: Tensor = MAXSIM.choose(d.device, takes_one).run(
+        q,
+        cu_queries,
+        d,
+        cu_documents,
+        empty_score=empty_score,
+        product_bytes=product_bytes,
+        is_mean=is_mean,
+    )
+    return scores
 
 
-def _has_kernel(q: Tensor, d: Tensor) -> bool:
+def _fits_kernel(q: Tensor, d: Tensor) -> bool:
     return (
         q.dtype in HALF_DTYPES
-        and q.is_cuda
-        and native.kernel("maxsim_of_one", d.device) is not None
         and q.shape[1] in _KERNEL_SIZES
         and 0 < q.shape[0] <= _KERNEL_VECTORS
         and q.is_contiguous()
@@ -86,10 +67,17 @@ def _has_kernel(q: Tensor, d: Tensor) -> bool:
     )
 
 
-def _native_of_one(
-    q: Tensor, d: Tensor, cu_documents: np.ndarray, *, empty_score: float, is_mean: bool
+@MAXSIM.native_kernel("cuda", takes=lambda device, takes_one: takes_one)
+def _run_native(
+    q: Tensor,
+    cu_queries: np.ndarray,
+    d: Tensor,
+    cu_documents: np.ndarray,
+    *,
+    empty_score: float,
+    product_bytes: int,
+    is_mean: bool,
 ) -> Tensor:
-    """The native kernel on what _has_kernel takes."""
     num_documents = len(cu_documents) - 1
     out = torch.empty((1, num_documents), dtype=torch.float32, device=d.device)
     bounds = np.ascontiguousarray(cu_documents)  # int64, and read before the call returns
@@ -106,6 +94,74 @@ def _native_of_one(
         dtype=native.DTYPE_CODES[q.dtype],
         launch=native.launch_args(d.device),
     )
+    return out
+
+
+@MAXSIM.triton_kernel(beside="")
+def _run_triton(
+    q: Tensor,
+    cu_queries: np.ndarray,
+    d: Tensor,
+    cu_documents: np.ndarray,
+    *,
+    empty_score: float,
+    product_bytes: int,
+    is_mean: bool,
+) -> Tensor:
+    triton, q = triton_backend.kernels(d.device), q.contiguous()
+    if len(cu_queries) == 2 and 0 < q.shape[0] <= triton.MAX_ONE_QUERY:
+        bounds = _on_device(cu_documents, d.device)
+        scores: Tensor = triton.maxsim_of_one(
+            q, d.contiguous(), bounds, empty_score=empty_score, is_mean=is_mean
+        )
+        return scores
+    num_documents, blocks = len(cu_documents) - 1, []
+    at_once = _documents_at_once(q, product_bytes)
+    for first in range(0, max(num_documents, 1), at_once):
+        some = slice(first, min(first + at_once, num_documents))
+        vectors, ends = _rows(d, cu_documents, some)
+        tiles = triton.tiles_of(cu_queries, ends, d.dtype, d.device)
+        blocks.append(triton.maxsim(q, vectors.contiguous(), tiles))
+    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+    return _finish(out, cu_queries, cu_documents, empty_score=empty_score, is_mean=is_mean)
+
+
+@MAXSIM.in_torch()
+def _run_torch(
+    q: Tensor,
+    cu_queries: np.ndarray,
+    d: Tensor,
+    cu_documents: np.ndarray,
+    *,
+    empty_score: float,
+    product_bytes: int,
+    is_mean: bool,
+) -> Tensor:
+    out = torch.empty((len(cu_queries) - 1, len(cu_documents) - 1), device=d.device)
+    for some in cuts(cu_documents, _documents_at_once(q, product_bytes)):
+        out[:, some] = _blockwise(q, np.diff(cu_queries), *_rows(d, cu_documents, some))
+    return _finish(out, cu_queries, cu_documents, empty_score=empty_score, is_mean=is_mean)
+
+
+def _documents_at_once(q: Tensor, product_bytes: int) -> int:
+    """Documents' vectors, or documents with Triton, whose products or maxima are held at once."""
+    return max(1, product_bytes // (4 * max(1, len(q))))
+
+
+def _finish(
+    out: Tensor,
+    cu_queries: np.ndarray,
+    cu_documents: np.ndarray,
+    *,
+    empty_score: float,
+    is_mean: bool,
+) -> Tensor:
+    if is_mean:
+        seqlens = np.maximum(np.diff(cu_queries), 1)
+        out /= torch.from_numpy(seqlens).to(out.device)[:, None]
+    is_empty = cu_documents[1:] == cu_documents[:-1]
+    if np.count_nonzero(is_empty):
+        out.masked_fill_(torch.from_numpy(is_empty).to(out.device), empty_score)
     return out
 
 

@@ -68,38 +68,45 @@ def without_kernels(device_type: str) -> Iterator[None]:
 
 def _set_module(device_type: str, module: ModuleType | str) -> None:
     _modules[device_type] = module
+    forget_lookups()
+
+
+def forget_lookups() -> None:
+    """Clear what cached_lookup remembers, after the kernels or the backends changed."""
     for forget in _lookups:
         forget()
 
 
+@cached_lookup
 def kernel(op: str, device: torch.device) -> Kernel | None:
-    """The native kernel of `op` for tensors on `device`, or None where the reference runs.
+    """The native kernel of `op` for tensors on `device`, or None where there is none.
 
     Call it with the fields of its Params struct (csrc/ops.h) and `launch=launch_args(device)`, all
     by name; a pointer may be a tensor, an address or None. Whether it takes the dtype and shape at
     hand is the op's to check.
     """
-    found = _lookup(op, device.type, device.index)
+    found = _find_kernel(op, device)
     return None if isinstance(found, str) else found
+
+
+@cached_lookup
+def require_kernel(op: str, device: torch.device) -> Kernel:
+    """The native kernel of `op`, which the caller has found to be there; else RuntimeError."""
+    found = _find_kernel(op, device)
+    if isinstance(found, str):
+        raise RuntimeError(f"no kernel for {op} on {device}: {found}")
+    return found
 
 
 @cached_lookup
 def has_module(device: torch.device) -> bool:
     """Whether the native core has code for `device`, if not for every op."""
-    return not isinstance(_find_module(device.type, device.index), str)
-
-
-def require_kernel(op: str, device: torch.device) -> Kernel:
-    """The native kernel of `op`, which the caller has found to be there; else RuntimeError."""
-    found = kernel(op, device)
-    if found is None:
-        raise RuntimeError(f"no kernel for {op} on {device}: {why_no_kernel(op, device)}")
-    return found
+    return not isinstance(_find_module(device), str)
 
 
 def why_no_kernel(op: str, device: torch.device) -> str | None:
     """Why `kernel` returns None, with what to do about it where something can be done."""
-    found = _lookup(op, device.type, device.index)
+    found = _find_kernel(op, device)
     return found if isinstance(found, str) else None
 
 
@@ -152,21 +159,20 @@ def gemm_all_reduce_tilings() -> list[tuple[str, int, int, bool]]:
     return [] if isinstance(module, str) else list(module.gemm_all_reduce_tilings())
 
 
-@cached_lookup
-def _lookup(op: str, device_type: str, index: int | None) -> Kernel | str:
-    module = _find_module(device_type, index)
+def _find_kernel(op: str, device: torch.device) -> Kernel | str:
+    module = _find_module(device)
     if isinstance(module, str):
         return module
     missing = f"no kernel for {op} in bytetx.{module.__name__.split('.')[-1]}"
     return cast(Kernel | str, getattr(module, op, missing))
 
 
-def _find_module(device_type: str, index: int | None) -> ModuleType | str:
+def _find_module(device: torch.device) -> ModuleType | str:
     """The compiled module that runs on a device, or why there is none."""
-    module = _modules.get(device_type, f"no native core for device type {device_type}")
-    if isinstance(module, str) or device_type != "cuda":
+    module = _modules.get(device.type, f"no native core for device type {device.type}")
+    if isinstance(module, str) or device.type != "cuda":
         return module
-    return refuse_gpu(index) or module
+    return refuse_gpu(device.index) or module
 
 
 def refuse_gpu(index: int | None) -> str | None:

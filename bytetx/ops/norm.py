@@ -1,19 +1,20 @@
 """Layer norm and RMS norm with a fused residual: checks, choice of kernel."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from bytetx.ops import native, reference
-from bytetx.ops.check import (
-    has_row_kernel,
-    is_operand,
-    require_contiguous,
-    require_out,
-    require_tensor,
-)
+from bytetx.ops import native, reference, triton_backend
+from bytetx.ops.check import is_operand, require_contiguous, require_out, require_tensor
 from bytetx.ops.quantize import has_fp8_kernel
-from bytetx.ops.rows import empty_rows
-from bytetx.ops.triton_backend import MAX_ROW_WIDTH, triton_kernels
+from bytetx.ops.registry import Operation
+from bytetx.ops.rows import empty_rows, has_row_kernel
+
+# Shape classes: dtype and width of the rows.  run(x, weight, bias or None, *, eps, residual, out,
+# sum_out, fp8_out) as of layer_norm.
+LAYER_NORM = Operation("layer_norm")
+RMS_NORM = Operation("rms_norm")
 
 
 def layer_norm(
@@ -38,8 +39,14 @@ def layer_norm(
     Returns out, a new tensor where it is None.
     Raises ValueError on shape, dtype or device mismatch, or sum_out without residual.
     """
-    outs = (out, sum_out, fp8_out)
-    return _norm("layer_norm", x, weight, (bias,), eps=eps, residual=residual, outs=outs)
+    _check(x, weight, bias, residual, out, sum_out, fp8_out)
+    if torch.compiler.is_compiling():
+        normalized = torch.ops.bytetx.layer_norm(x, weight, bias, eps=eps, residual=residual)
+        return _store(normalized, x, residual, out, sum_out, fp8_out)
+    run = LAYER_NORM.choose(x.device, x.dtype, x.shape[1]).run
+    outs = {"out": out, "sum_out": sum_out, "fp8_out": fp8_out}
+    normed: Tensor = run(x, weight, bias, eps=eps, residual=residual, **outs)
+    return normed
 
 
 def rms_norm(
@@ -57,88 +64,90 @@ def rms_norm(
     Arguments, result and errors as of layer_norm.
     Source: root mean square layer normalization (arXiv 1910.07467).
     """
-    outs = (out, sum_out, fp8_out)
-    return _norm("rms_norm", x, weight, (), eps=eps, residual=residual, outs=outs)
-
-
-def _norm(
-    name: str,
-    x: Tensor,
-    weight: Tensor,
-    biases: tuple[Tensor | None, ...],
-    *,
-    eps: float,
-    residual: Tensor | None,
-    outs: tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None],
-) -> Tensor:
-    """The body of both norms; biases: the bias argument where the norm has one."""
-    bias = biases[0] if biases else None
-    out, sum_out, fp8_out = outs
-    _check(x, weight, bias, residual, out)
-    if sum_out is not None or fp8_out is not None:
-        _check_more_outputs(x, residual, out, sum_out, fp8_out)
+    _check(x, weight, None, residual, out, sum_out, fp8_out)
     if torch.compiler.is_compiling():
-        normalized = getattr(torch.ops.bytetx, name)(x, weight, *biases, eps=eps, residual=residual)
+        normalized = torch.ops.bytetx.rms_norm(x, weight, eps=eps, residual=residual)
         return _store(normalized, x, residual, out, sum_out, fp8_out)
-    kernel = native.kernel(name, x.device)
-    triton = triton_kernels(x.device) if kernel is None else None
-    if triton is not None and 0 < x.shape[1] <= MAX_ROW_WIDTH:
-        out = torch.empty_like(x) if out is None else out
-        is_rms = name == "rms_norm"
-        options = {"is_rms": is_rms, "eps": eps, "residual": residual}
-        triton.norm(x, weight, bias, **options, out=out, sum_out=sum_out)
-        return out if fp8_out is None else _store_fp8(out, fp8_out)
-    if kernel is None or not has_row_kernel(x):
-        normalized = getattr(reference, name)(x, weight, *biases, eps=eps, residual=residual)
-        return _store(normalized, x, residual, out, sum_out, fp8_out)
-    if out is None:
-        out = torch.empty_like(x) if x.is_cuda else empty_rows(x.shape[0], x.shape[1:], x.dtype)
-    fused = fp8_out if fp8_out is not None and has_fp8_kernel(x) else None
-    run_kernel(
-        kernel,
-        x,
-        weight,
-        bias,
-        eps=eps,
-        residual=residual,
-        out=out,
-        sum_out=sum_out,
-        fp8_out=fused,
-    )
-    return out if fp8_out is None or fp8_out is fused else _store_fp8(out, fp8_out)
+    run = RMS_NORM.choose(x.device, x.dtype, x.shape[1]).run
+    outs = {"out": out, "sum_out": sum_out, "fp8_out": fp8_out}
+    normed: Tensor = run(x, weight, None, eps=eps, residual=residual, **outs)
+    return normed
 
 
 def run_kernel(
-    kernel: native.Kernel,
+    name: str,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     *,
     eps: float,
     residual: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     sum_out: Tensor | None = None,
     fp8_out: tuple[Tensor, Tensor] | None = None,
     isa: str = "auto",
 ) -> Tensor:
-    """The native kernel on checked arguments; isa: a key of native.ISA_CODES."""
-    total_tokens, hidden_size = x.shape
-    kernel(
+    """The native kernel `name` on checked arguments; isa: a key of native.ISA_CODES."""
+    if out is None:
+        out = torch.empty_like(x) if x.is_cuda else empty_rows(x.shape[0], x.shape[1:], x.dtype)
+    fused = fp8_out if fp8_out is not None and has_fp8_kernel(x) else None
+    native.require_kernel(name, x.device)(
         x=x,
         residual=residual,
         out=out,
         sum_out=sum_out,
         weight=weight,
         bias=bias,
-        out_fp8=None if fp8_out is None else fp8_out[0],
-        out_scale=None if fp8_out is None else fp8_out[1],
-        total_tokens=total_tokens,
-        hidden_size=hidden_size,
+        out_fp8=None if fused is None else fused[0],
+        out_scale=None if fused is None else fused[1],
+        total_tokens=x.shape[0],
+        hidden_size=x.shape[1],
         eps=eps,
         dtype=native.DTYPE_CODES[x.dtype],
         launch=native.launch_args(x.device, isa),
     )
-    return out
+    return out if fp8_out is fused else _store_fp8(out, fp8_out)
+
+
+def _run_triton(
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor | None,
+    sum_out: Tensor | None = None,
+    fp8_out: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    out = torch.empty_like(x) if out is None else out
+    options = {"is_rms": name == "rms_norm", "eps": eps, "residual": residual}
+    triton_backend.kernels(x.device).norm(x, weight, bias, **options, out=out, sum_out=sum_out)
+    return _store_fp8(out, fp8_out)
+
+
+def _run_torch(
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor | None,
+    sum_out: Tensor | None = None,
+    fp8_out: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    biases = () if name == "rms_norm" else (bias,)
+    normed = getattr(reference, name)(x, weight, *biases, eps=eps, residual=residual)
+    return _store(normed, x, residual, out, sum_out, fp8_out)
+
+
+for _op in (LAYER_NORM, RMS_NORM):
+    _op.native_kernel(takes=has_row_kernel)(partial(run_kernel, _op.name))
+    _op.triton_kernel(takes=triton_backend.holds_rows)(partial(_run_triton, _op.name))
+    _op.in_torch()(partial(_run_torch, _op.name))
 
 
 def _store(
@@ -153,14 +162,14 @@ def _store(
     if sum_out is not None:
         assert residual is not None  # the caller has checked it
         sum_out.copy_(x.float() + residual.float())
-    if fp8_out is not None:
-        _store_fp8(normalized, fp8_out)
+    _store_fp8(normalized, fp8_out)
     return normalized if out is None else out.copy_(normalized)
 
 
-def _store_fp8(normalized: Tensor, fp8_out: tuple[Tensor, Tensor]) -> Tensor:
-    for to, value in zip(fp8_out, reference.quantize_rows(normalized), strict=True):
-        to.copy_(value)
+def _store_fp8(normalized: Tensor, fp8_out: tuple[Tensor, Tensor] | None) -> Tensor:
+    if fp8_out is not None:
+        for to, value in zip(fp8_out, reference.quantize_rows(normalized), strict=True):
+            to.copy_(value)
     return normalized
 
 
@@ -170,6 +179,8 @@ def _check(
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor | None,
+    sum_out: Tensor | None,
+    fp8_out: tuple[Tensor, Tensor] | None,
 ) -> None:
     require_tensor("x", x, shape=(None, None))
     require_contiguous("x", x)

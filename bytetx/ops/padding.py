@@ -5,10 +5,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from bytetx.ops import padding_kernel, reference
+from bytetx.ops import padding_kernel, reference, triton_backend
 from bytetx.ops.check import describe, is_operand, require_contiguous, require_tensor
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
-from bytetx.ops.triton_backend import triton_kernels
+from bytetx.ops.registry import Operation
+
+# run() gives the module whose functions take checked arguments.
+PAD = Operation("pack_padded")
+PAD.native_kernel("cuda")(lambda device: padding_kernel)
+PAD.triton_kernel()(triton_backend.kernels)
+PAD.in_torch()(lambda device: reference)
 
 _IDS = (torch.int32, torch.int64)
 
@@ -84,9 +90,8 @@ def unpack_padded(x: Tensor, rows: Tensor) -> Tensor:
 
 def _backend(device: torch.device) -> ModuleType:
     """The module whose functions take checked arguments on this device."""
-    if padding_kernel.has_kernels(device):
-        return padding_kernel
-    return triton_kernels(device) or reference
+    module: ModuleType = PAD.choose(device).run(device)
+    return module
 
 
 def _check(padded: PaddedIds, packed: PackedIds, *, num_texts: int, seqlens: Tensor | None) -> None:

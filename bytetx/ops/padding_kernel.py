@@ -8,10 +8,6 @@ from bytetx.ops.native_params import PaddedMatrix
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 
 
-def has_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and native.kernel("pack_padded", device) is not None
-
-
 def count_tokens(mask: Tensor) -> Tensor:
     """ops.padding.count_tokens on a checked mask."""
     num_rows, num_columns = mask.shape

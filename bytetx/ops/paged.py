@@ -1,14 +1,15 @@
 """Attention over keys and values that lie in pages, and the way into them: checks, dispatch."""
 
 import math
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bytetx.ops import native, reference
+from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.check import (
+    HALF_DTYPES,
+    is_aligned,
     require_contiguous,
     require_heads,
     require_out,
@@ -18,15 +19,40 @@ from bytetx.ops.check import (
 from bytetx.ops.paged_plan import (
     EarlyRead,
     PagedPlan,
+    fits_kernel,
     plan_paged_attention,
     run_planned,
-    takes_paged_plan,
 )
+from bytetx.ops.registry import Operation
 from bytetx.ops.rows import empty_rows
-from bytetx.ops.triton_backend import triton_beside_native, triton_kernels
 
 _INT32 = (torch.int32,)
 _MAX_GROUP = 256  # query heads on one key head: kGroupQueries in csrc/cpu/attention.h
+
+
+class PagedCalls(NamedTuple):
+    """Shape class of paged_attention.
+
+    decodes: whether no sequence has more than one row.  is_aligned: whether rows and pages start at
+    multiples of 16 bytes.  has_scale: whether softmax_scale is above 0.  has_work: whether there is
+    a row and a sequence.
+    """
+
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    decodes: bool = True
+    is_aligned: bool = True
+    has_scale: bool = True
+    has_work: bool = True
+
+
+# run takes what paged_attention does, checked, with every option given.
+PAGED_ATTENTION = Operation("paged_attention")
+# Shape class: none.  run(k, v, k_cache, v_cache, slot_mapping) as of write_kv.
+WRITE_KV = Operation("write_kv")
 
 
 def paged_attention(
@@ -99,30 +125,36 @@ def paged_attention(
             alibi_slopes=alibi_slopes,
         )
         return attended if out is None else out.copy_(attended)
-    options: dict[str, Any] = {
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-    }
-    has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
-    if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale, max_seqlen=max_seqlen):
-        longest = (max_seqlen, max_kv_seqlen)
-        plan = _plan_for(plan, q, k_cache, cu_seqlens, kv_seqlens, longest, window, batch_invariant)
-        operands = (q, k_cache, v_cache, page_table)
-        return run_planned(*operands, plan, **options, early_read=early_read, out=out)
-    options |= {"cu_seqlens": cu_seqlens, "page_table": page_table, "kv_seqlens": kv_seqlens}
-    options["window"] = window
-    triton = triton_beside_native(q.device)  # heads of more than 128 features, f32
-    if triton is not None and has_work and q.shape[2] > 0:
-        out = q.new_empty(q.shape) if out is None else out
-        longest = (max_seqlen, max_kv_seqlen)
-        options["window"] = min(window, native.MAX_WINDOW)
-        triton.paged_attention(q, k_cache, v_cache, **options, longest=longest, out=out)
-        return out
-    if _has_kernel(q, k_cache):
-        return run_kernel(q, k_cache, v_cache, **options, batch_invariant=batch_invariant, out=out)
-    attended = reference.paged_attention(q, k_cache, v_cache, **options)
-    return attended if out is None else out.copy_(attended)
+    calls = PagedCalls(
+        q.dtype,
+        q.shape[1],
+        k_cache.shape[2],
+        q.shape[2],
+        page_size=k_cache.shape[1],
+        decodes=max_seqlen <= 1,
+        is_aligned=all(map(is_aligned, (q, k_cache, v_cache))) and q.stride(0) * 2 % 16 == 0,
+        has_scale=softmax_scale > 0,
+        has_work=q.shape[0] > 0 and kv_seqlens.shape[0] > 0,
+    )
+    rows: Tensor = PAGED_ATTENTION.choose(q.device, calls).run(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens=cu_seqlens,
+        page_table=page_table,
+        kv_seqlens=kv_seqlens,
+        max_seqlen=max_seqlen,
+        max_kv_seqlen=max_kv_seqlen,
+        softmax_scale=softmax_scale,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        plan=plan,
+        batch_invariant=batch_invariant,
+        early_read=early_read,
+        out=out,
+    )
+    return rows
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -144,27 +176,40 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if torch.compiler.is_compiling():
         torch.ops.bytetx.write_kv(k, v, k_cache, v_cache, slot_mapping)
         return
-    kernel = native.kernel("write_kv", k.device)
-    if kernel is not None:
-        kernel(
-            k=k,
-            v=v,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            slot_mapping=slot_mapping,
-            total_tokens=k.shape[0],
-            num_slots=k_cache.shape[0] * k_cache.shape[1],
-            row_elements=k.shape[1] * k.shape[2],
-            k_stride=k.stride(0),
-            v_stride=v.stride(0),
-            dtype=native.DTYPE_CODES[k.dtype],
-            launch=native.launch_args(k.device),
-        )
-        return
-    triton = triton_kernels(k.device)
-    if triton is not None:
-        triton.write_kv(k, v, k_cache, v_cache, slot_mapping)
-        return
+    WRITE_KV.choose(k.device).run(k, v, k_cache, v_cache, slot_mapping)
+
+
+@WRITE_KV.native_kernel()
+def _write_by_kernel(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    native.require_kernel("write_kv", k.device)(
+        k=k,
+        v=v,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slot_mapping=slot_mapping,
+        total_tokens=k.shape[0],
+        num_slots=k_cache.shape[0] * k_cache.shape[1],
+        row_elements=k.shape[1] * k.shape[2],
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+        dtype=native.DTYPE_CODES[k.dtype],
+        launch=native.launch_args(k.device),
+    )
+
+
+@WRITE_KV.triton_kernel()
+def _write_by_triton(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    triton_backend.kernels(k.device).write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+@WRITE_KV.in_torch()
+def _write_in_torch(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
     if not k.is_cuda and slot_mapping.numel() > 0:
         num_slots = k_cache.shape[0] * k_cache.shape[1]
         low, high = (int(t) for t in slot_mapping.aminmax())
@@ -174,6 +219,57 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
                 f"got {low} to {high}"
             )
     reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _takes_plan(device: torch.device, calls: PagedCalls) -> bool:
+    heads = (calls.num_heads, calls.num_kv_heads, calls.head_dim)
+    fits = calls.dtype in HALF_DTYPES and fits_kernel(*heads, 1 if calls.decodes else 2)
+    return fits and calls.is_aligned and calls.has_scale and calls.has_work
+
+
+@PAGED_ATTENTION.native_kernel("cuda", kernel="planned_paged_attention", takes=_takes_plan)
+def _run_planned(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    page_table: Tensor,
+    kv_seqlens: Tensor,
+    max_seqlen: int,
+    max_kv_seqlen: int,
+    window: int,
+    plan: PagedPlan | None,
+    batch_invariant: bool,
+    **options: Any,
+) -> Tensor:
+    longest = (max_seqlen, max_kv_seqlen)
+    plan = _plan_for(plan, q, k_cache, cu_seqlens, kv_seqlens, longest, window, batch_invariant)
+    return run_planned(q, k_cache, v_cache, page_table, plan, **options)
+
+
+# Heads of more than 128 features and f32 have no native kernel on a GPU.
+@PAGED_ATTENTION.triton_kernel(
+    beside="", takes=lambda device, calls: calls.has_work and calls.head_dim > 0
+)
+def _run_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    max_seqlen: int,
+    max_kv_seqlen: int,
+    window: int,
+    plan: PagedPlan | None,
+    batch_invariant: bool,
+    early_read: EarlyRead,
+    out: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    out = q.new_empty(q.shape) if out is None else out
+    options |= {"window": min(window, native.MAX_WINDOW), "longest": (max_seqlen, max_kv_seqlen)}
+    triton_backend.kernels(q.device).paged_attention(q, k_cache, v_cache, **options, out=out)
+    return out
 
 
 def _plan_for(
@@ -202,7 +298,7 @@ def _plan_for(
         window=window,
         batch_invariant=batch_invariant,
     )
-    assert plan is not None  # takes_paged_plan said that there is a kernel
+    assert plan is not None  # _takes_plan said that there is a kernel
     return plan
 
 
@@ -235,13 +331,13 @@ def _check_plan(
         )
 
 
-def _has_kernel(q: Tensor, k_cache: Tensor) -> bool:
-    if q.device.type != "cpu" or native.kernel("paged_attention", q.device) is None:
-        return False
-    is_native = q.dtype in (torch.float32, torch.bfloat16) and q.shape[2] > 0
-    return is_native and k_cache.shape[1] >= 2 and q.shape[1] <= _MAX_GROUP * k_cache.shape[2]
+def _takes_kernel(device: torch.device, calls: PagedCalls) -> bool:
+    is_native = calls.dtype in (torch.float32, torch.bfloat16) and calls.head_dim > 0
+    fits = calls.page_size >= 2 and calls.num_heads <= _MAX_GROUP * calls.num_kv_heads
+    return is_native and fits
 
 
+@PAGED_ATTENTION.native_kernel("cpu", takes=_takes_kernel)
 def run_kernel(
     q: Tensor,
     k_cache: Tensor,
@@ -257,15 +353,21 @@ def run_kernel(
     batch_invariant: bool = False,
     out: Tensor | None = None,
     isa: str = "auto",
+    max_seqlen: int = 0,
+    max_kv_seqlen: int = 0,
+    plan: PagedPlan | None = None,
+    early_read: EarlyRead = EarlyRead.NOTHING,
 ) -> Tensor:
-    """The CPU's native kernel on checked arguments; isa: a key of native.ISA_CODES."""
+    """The CPU's native kernel on checked arguments; it needs no plan nor the longest lengths.
+
+    isa: a key of native.ISA_CODES.
+    """
     total_tokens, num_heads, head_dim = q.shape
     num_pages, page_size, num_kv_heads, _ = k_cache.shape
     batch_size, max_pages = page_table.shape
-    kernel, workspace_bytes = _kernel(q.device)
     launch = native.launch_args(q.device, isa)
     window = min(window, native.MAX_WINDOW)
-    num_bytes = workspace_bytes(
+    num_bytes = native.require_kernel("paged_attention_workspace_bytes", q.device)(
         cu_seqlens=cu_seqlens.data_ptr(),
         kv_seqlens=kv_seqlens.data_ptr(),
         batch_size=batch_size,
@@ -278,7 +380,7 @@ def run_kernel(
     )
     if out is None:
         out = empty_rows(total_tokens, q.shape[1:], q.dtype)
-    kernel(
+    native.require_kernel("paged_attention", q.device)(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
@@ -308,10 +410,22 @@ def run_kernel(
     return out
 
 
-@cache
-def _kernel(device: torch.device) -> tuple[native.Kernel, native.Kernel]:
-    workspace_bytes = native.require_kernel("paged_attention_workspace_bytes", device)
-    return native.require_kernel("paged_attention", device), workspace_bytes
+@PAGED_ATTENTION.in_torch()
+def _run_torch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    max_seqlen: int,
+    max_kv_seqlen: int,
+    plan: PagedPlan | None,
+    batch_invariant: bool,
+    early_read: EarlyRead,
+    out: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    attended = reference.paged_attention(q, k_cache, v_cache, **options)
+    return attended if out is None else out.copy_(attended)
 
 
 def _check(

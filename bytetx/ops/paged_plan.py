@@ -12,11 +12,10 @@ from torch import Tensor
 from bytetx.ops import native
 from bytetx.ops.check import HALF_DTYPES
 from bytetx.ops.native_params import PagedPlanParams
-from bytetx.ops.triton_backend import triton_beside_native
+from bytetx.ops.triton_backend import why_no_triton
 
 _MAX_HEAD_DIM = 256
 _MAX_WIDE_GROUP = 8  # query heads a key head of more than 128 features
-_ALIGNMENT_BYTES = 16
 
 
 class EarlyRead(IntEnum):
@@ -115,21 +114,6 @@ def plan_paged_attention(
     return PagedPlan(params, window, buffer, cu_seqlens, kv_seqlens)
 
 
-def takes_paged_plan(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float, *, max_seqlen: int
-) -> bool:
-    """Whether the planned kernels compute this call."""
-    element_bytes = 2
-    return (
-        q.dtype in HALF_DTYPES
-        and has_paged_kernel(q.device)
-        and fits_kernel(q.shape[1], k_cache.shape[2], q.shape[2], max_seqlen)
-        and q.stride(0) * element_bytes % _ALIGNMENT_BYTES == 0
-        and softmax_scale > 0
-        and all(t.data_ptr() % _ALIGNMENT_BYTES == 0 for t in (q, k_cache, v_cache))
-    )
-
-
 def launches_by_sizes(
     dtype: torch.dtype,
     *,
@@ -141,7 +125,7 @@ def launches_by_sizes(
 ) -> bool:
     """Whether no launch of paged_attention depends on the lengths, as a captured graph needs."""
     fits = dtype in HALF_DTYPES and fits_kernel(num_heads, num_kv_heads, head_dim, max_seqlen)
-    return (fits and has_paged_kernel(device)) or triton_beside_native(device) is not None
+    return (fits and has_paged_kernel(device)) or why_no_triton(device) is None
 
 
 def fits_kernel(num_heads: int, num_kv_heads: int, head_dim: int, max_seqlen: int) -> bool:
@@ -177,7 +161,7 @@ def run_planned(
     out: Tensor | None,
     early_read: EarlyRead = EarlyRead.NOTHING,
 ) -> Tensor:
-    """The Hopper kernels on checked arguments that takes_paged_plan accepts."""
+    """The Hopper kernels on checked arguments that the planned kernel takes."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _kernels(q.device).attention(

@@ -1,11 +1,18 @@
 """One vector per sequence from packed rows: checks, choice of kernel."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from bytetx.ops import native, reference
-from bytetx.ops.check import has_row_kernel, is_operand, require_contiguous, require_tensor
-from bytetx.ops.triton_backend import triton_kernels
+from bytetx.ops import native, reference, triton_backend
+from bytetx.ops.check import is_operand, require_contiguous, require_tensor
+from bytetx.ops.registry import Operation
+from bytetx.ops.rows import has_row_kernel
+
+# Shape classes: dtype and width of the rows.
+# run(x, cu_seqlens, *, mode, first_tokens, normalize, max_seqlen) as of pool.
+POOL = Operation("pool")
 
 POOLING_MODES = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 # The order is PoolMode's in csrc/ops.h; the names are sentence-transformers'.
@@ -45,19 +52,7 @@ def pool(
             max_seqlen=max_seqlen,
         )
         return pooled
-    kernel = native.kernel("pool", x.device)
-    triton = triton_kernels(x.device) if kernel is None else None
-    if triton is not None:
-        vectors: Tensor = triton.pool(
-            x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize
-        )
-        return vectors
-    if kernel is None or not has_row_kernel(x):
-        return reference.pool(
-            x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize
-        )
-    return run_kernel(
-        kernel,
+    vectors: Tensor = POOL.choose(x.device, x.dtype, x.shape[1]).run(
         x,
         cu_seqlens,
         mode=mode,
@@ -65,10 +60,11 @@ def pool(
         normalize=normalize,
         max_seqlen=max_seqlen,
     )
+    return vectors
 
 
+@POOL.native_kernel(takes=has_row_kernel)
 def run_kernel(
-    kernel: native.Kernel,
     x: Tensor,
     cu_seqlens: Tensor,
     *,
@@ -90,7 +86,7 @@ def run_kernel(
     workspace = None
     if workspace_bytes:
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
-    kernel(
+    native.require_kernel("pool", device)(
         x=x,
         cu_seqlens=cu_seqlens,
         first_tokens=first_tokens,
@@ -107,6 +103,21 @@ def run_kernel(
         launch=native.launch_args(device, isa),
     )
     return out
+
+
+@POOL.triton_kernel()
+def _run_triton(
+    x: Tensor, cu_seqlens: Tensor, *, max_seqlen: int | None = None, **options: Any
+) -> Tensor:
+    vectors: Tensor = triton_backend.kernels(x.device).pool(x, cu_seqlens, **options)
+    return vectors
+
+
+@POOL.in_torch()
+def _run_torch(
+    x: Tensor, cu_seqlens: Tensor, *, max_seqlen: int | None = None, **options: Any
+) -> Tensor:
+    return reference.pool(x, cu_seqlens, **options)
 
 
 def _check(x: Tensor, cu_seqlens: Tensor, mode: str, first_tokens: Tensor | None) -> None:

@@ -5,9 +5,12 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops.registry import Operation
 
 ROW_MULTIPLE = 16  # elements: what a row of an FP8 GEMM's operand must be a multiple of
 MAX_ROW_WIDTH = 8192  # a row lives in the registers of one CTA, in f32
+
+QUANTIZE_ROWS = Operation("quantize_rows")  # shape class: width.  run(x) as of quantize_rows
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,11 +24,23 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     require_tensor("x", x, shape=(None, None))
     require_contiguous("x", x)
-    kernel = native.kernel("quantize_rows", x.device)
-    if kernel is None or not has_fp8_kernel(x):
-        return reference.quantize_rows(x)
+    quantized: tuple[Tensor, Tensor] = QUANTIZE_ROWS.choose(x.device, x.shape[1]).run(x)
+    return quantized
+
+
+def has_fp8_kernel(x: Tensor) -> bool:
+    """Whether a GPU's row kernels write E4M3 copies of rows as wide as x's."""
+    return x.is_cuda and _takes_width(x.device, x.shape[1])
+
+
+def _takes_width(device: torch.device, width: int) -> bool:
+    return width % ROW_MULTIPLE == 0 and 0 < width <= MAX_ROW_WIDTH
+
+
+@QUANTIZE_ROWS.native_kernel("cuda", takes=_takes_width)
+def _run_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, scale = empty_fp8_rows(x)
-    kernel(
+    native.require_kernel("quantize_rows", x.device)(
         x=x,
         out_fp8=rows,
         out_scale=scale,
@@ -37,9 +52,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows, scale
 
 
-def has_fp8_kernel(x: Tensor) -> bool:
-    """Whether a GPU's row kernels write E4M3 copies of rows as wide as x's."""
-    return x.is_cuda and x.shape[1] % ROW_MULTIPLE == 0 and 0 < x.shape[1] <= MAX_ROW_WIDTH
+@QUANTIZE_ROWS.in_torch()
+def _run_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    return reference.quantize_rows(x)
 
 
 def empty_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,12 @@
 import torch
 from torch import Tensor
 
-from bytetx.ops import native, reference
+from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.check import require_contiguous, require_heads, require_tensor
-from bytetx.ops.triton_backend import triton_kernels
+from bytetx.ops.registry import Operation
+
+# Shape class: dtype.  run(x, cos, sin, position_ids, *, is_interleaved) as of rotary.
+ROTARY = Operation("rotary")
 
 
 def rotary(
@@ -25,35 +28,55 @@ def rotary(
     if torch.compiler.is_compiling():
         torch.ops.bytetx.rotary(x, cos, sin, position_ids, is_interleaved=is_interleaved)
     else:
-        _rotate(x, cos, sin, position_ids, is_interleaved=is_interleaved)
+        rotate(x, cos, sin, position_ids, is_interleaved=is_interleaved)
     return x
 
 
-def _rotate(
+def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, *, is_interleaved: bool
 ) -> None:
-    kernel = native.kernel("rotary", x.device)
-    if kernel is not None and (x.is_cuda or x.dtype in (torch.float32, torch.bfloat16)):
-        kernel(
-            x=x,
-            cos=cos,
-            sin=sin,
-            position_ids=position_ids,
-            total_tokens=x.shape[0],
-            num_positions=cos.shape[0],
-            num_heads=x.shape[1],
-            head_dim=x.shape[2],
-            num_pairs=cos.shape[1],
-            is_interleaved=is_interleaved,
-            x_stride=x.stride(0),
-            dtype=native.DTYPE_CODES[x.dtype],
-            launch=native.launch_args(x.device),
-        )
-        return
-    triton = triton_kernels(x.device)
-    if triton is not None:
-        triton.rotary(x, cos, sin, position_ids, is_interleaved=is_interleaved)
-        return
+    """rotary on checked arguments."""
+    run = ROTARY.choose(x.device, x.dtype).run
+    run(x, cos, sin, position_ids, is_interleaved=is_interleaved)
+
+
+def _takes_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" or dtype in (torch.float32, torch.bfloat16)
+
+
+@ROTARY.native_kernel(takes=_takes_kernel)
+def _run_kernel(
+    x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, *, is_interleaved: bool
+) -> None:
+    native.require_kernel("rotary", x.device)(
+        x=x,
+        cos=cos,
+        sin=sin,
+        position_ids=position_ids,
+        total_tokens=x.shape[0],
+        num_positions=cos.shape[0],
+        num_heads=x.shape[1],
+        head_dim=x.shape[2],
+        num_pairs=cos.shape[1],
+        is_interleaved=is_interleaved,
+        x_stride=x.stride(0),
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=native.launch_args(x.device),
+    )
+
+
+@ROTARY.triton_kernel()
+def _run_triton(
+    x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, *, is_interleaved: bool
+) -> None:
+    run = triton_backend.kernels(x.device).rotary
+    run(x, cos, sin, position_ids, is_interleaved=is_interleaved)
+
+
+@ROTARY.in_torch()
+def _run_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, *, is_interleaved: bool
+) -> None:
     if not x.is_cuda and position_ids.numel() > 0:
         low, high = (int(t) for t in position_ids.aminmax())
         if low < 0 or high >= cos.shape[0]:
@@ -79,4 +102,4 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> None:
         )
 
 
-native.register(_rotate, name="rotary", mutates=["x"], fake=lambda *_, **__: None)
+native.register(rotate, name="rotary", mutates=["x"], fake=lambda *_, **__: None)

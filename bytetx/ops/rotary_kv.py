@@ -5,11 +5,15 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.check import require_contiguous, require_heads, require_tensor
-from bytetx.ops.norm import rms_norm
-from bytetx.ops.paged import write_kv
-from bytetx.ops.rotary import rotary
+from bytetx.ops.norm import RMS_NORM, rms_norm
+from bytetx.ops.paged import WRITE_KV, write_kv
+from bytetx.ops.registry import Operation
+from bytetx.ops.rotary import ROTARY, rotary
 
 _FLOAT32, _INT32 = (torch.float32,), (torch.int32,)
+
+# Shape class: none.  run takes what rotary_write_kv does, checked, with every option given.
+ROTARY_WRITE_KV = Operation("rotary_write_kv")
 
 
 def rotary_write_kv(
@@ -42,12 +46,9 @@ def rotary_write_kv(
     """
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must be given both, or neither")
-    kernel = None
-    if q.is_cuda and not torch.compiler.is_compiling():
-        kernel = native.kernel("rotary_write_kv", q.device)
-    if kernel is None:
+    if torch.compiler.is_compiling():
         if q_norm is not None and k_norm is not None:
-            q, k = norm_heads(q, q_norm, eps), norm_heads(k, k_norm, eps)
+            q, k = (_rms_norm(x, w, eps) for x, w in ((q, q_norm), (k, k_norm)))
         rotary(q, cos, sin, position_ids, is_interleaved=is_interleaved)
         rotary(k, cos, sin, position_ids, is_interleaved=is_interleaved)
         write_kv(k, v, k_cache, v_cache, slot_mapping)
@@ -55,7 +56,42 @@ def rotary_write_kv(
     _check(q, k, v, cos, sin, position_ids)
     _check_cache(k, k_cache, v_cache, slot_mapping)
     _check_norms(q, q_norm, k_norm)
-    kernel(
+    rotated: Tensor = ROTARY_WRITE_KV.choose(q.device).run(
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        position_ids,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        is_interleaved=is_interleaved,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+    )
+    return rotated
+
+
+@ROTARY_WRITE_KV.native_kernel("cuda")
+def _run_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    is_interleaved: bool,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    native.require_kernel("rotary_write_kv", q.device)(
         q=q,
         k=k,
         v=v,
@@ -83,10 +119,42 @@ def rotary_write_kv(
     return q
 
 
+@ROTARY_WRITE_KV.register("one op after another")
+def _run_in_turn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    is_interleaved: bool,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    if q_norm is not None and k_norm is not None:
+        q, k = norm_heads(q, q_norm, eps), norm_heads(k, k_norm, eps)
+    rotate = ROTARY.choose(q.device, q.dtype).run
+    for heads in (q, k):
+        rotate(heads, cos, sin, position_ids, is_interleaved=is_interleaved)
+    WRITE_KV.choose(k.device).run(k, v, k_cache, v_cache, slot_mapping)
+    return q
+
+
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of each head of x [total_tokens, heads, head_dim]; a new tensor."""
+    """RMS norm of each head of checked x [total_tokens, heads, head_dim]; a new tensor."""
     rows = x.reshape(-1, x.shape[2]).contiguous()  # a view where there is one head
-    return rms_norm(rows, weight, eps=eps).view(x.shape)
+    run = RMS_NORM.choose(x.device, x.dtype, x.shape[2]).run
+    normed: Tensor = run(rows, weight, None, eps=eps, residual=None, out=None)
+    return normed.view(x.shape)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x.reshape(-1, x.shape[2]).contiguous(), weight, eps=eps).view(x.shape)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from bytetx.ops import reference
 from bytetx.ops.linear import fuses_residual
-from bytetx.ops.linear_norm import linear_norm
-from bytetx.ops.norm import layer_norm, rms_norm
+from bytetx.ops.linear_norm import fused_linear_norm
+from bytetx.ops.norm import LAYER_NORM, RMS_NORM
+from bytetx.ops.registry import Backend, Operation
 from bytetx.ops.weight import Weight
 
 
@@ -19,6 +20,7 @@ from bytetx.ops.weight import Weight
 class RowNorm(ABC):
     """A norm of each row: weight and bias [hidden_size], or [hidden_size] and None.
 
+    operation: computes the norm; backend: its choice for these weights.
     fused_kind: the kind's number in the kernels of collectives that norm their sums; None where
     these do not compute it, and the collective comes first.
     """
@@ -26,10 +28,15 @@ class RowNorm(ABC):
     weight: Tensor
     bias: Tensor | None
     eps: float
+    backend: Backend = field(init=False, compare=False, repr=False)
 
+    operation: ClassVar[Operation]
     fused_kind: ClassVar[int | None] = None
 
-    @abstractmethod
+    def __post_init__(self) -> None:
+        w = self.weight
+        object.__setattr__(self, "backend", self.operation.choose(w.device, w.dtype, w.shape[-1]))
+
     def __call__(
         self,
         x: Tensor,
@@ -37,8 +44,14 @@ class RowNorm(ABC):
         residual: Tensor | None = None,
         out: Tensor | None = None,
         sum_out: Tensor | None = None,
+        fp8_out: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """The norm of x + residual; arguments as of bytetx.ops.norm.layer_norm."""
+        """The norm of x + residual; arguments as of bytetx.ops.norm.layer_norm, unchecked."""
+        outs = {"out": out, "sum_out": sum_out, "fp8_out": fp8_out}
+        normed: Tensor = self.backend.run(
+            x, self.weight, self.bias, eps=self.eps, residual=residual, **outs
+        )
+        return normed
 
     @abstractmethod
     def in_torch(self, h: Tensor) -> Tensor:
@@ -63,19 +76,8 @@ class LayerNorm(RowNorm):
     """Layer norm, with or without a shift."""
 
     __slots__ = ()
+    operation = LAYER_NORM
     fused_kind = 0
-
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        sum_out: Tensor | None = None,
-    ) -> Tensor:
-        return layer_norm(
-            x, self.weight, self.bias, eps=self.eps, residual=residual, out=out, sum_out=sum_out
-        )
 
     def in_torch(self, h: Tensor) -> Tensor:
         return reference.layer_norm(h, self.weight, self.bias, eps=self.eps)
@@ -91,34 +93,19 @@ class LayerNorm(RowNorm):
         return (normed if self.bias is None else normed + self.bias).to(x.dtype)
 
     def after_linear(self, x: Tensor, w: Weight, *, residual: Tensor) -> Tensor:
-        if not w.has_kernel:
-            d = w.matmul(x)
-            return self(d, residual=residual, out=d)
-        return linear_norm(
-            x,
-            w.dense,
-            residual=residual,
-            norm_weight=self.weight,
-            norm_bias=self.bias,
-            eps=self.eps,
-        )
+        fused = None
+        if w.has_kernel:
+            norm = (self.weight, self.bias)
+            fused = fused_linear_norm(x, w.dense, residual=residual, norm=norm, eps=self.eps)
+        return super().after_linear(x, w, residual=residual) if fused is None else fused
 
 
 class RmsNorm(RowNorm):
     """Root mean square norm; bias is None."""
 
     __slots__ = ()
+    operation = RMS_NORM
     fused_kind = 1
-
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        sum_out: Tensor | None = None,
-    ) -> Tensor:
-        return rms_norm(x, self.weight, eps=self.eps, residual=residual, out=out, sum_out=sum_out)
 
     def in_torch(self, h: Tensor) -> Tensor:
         return reference.rms_norm(h, self.weight, eps=self.eps)

@@ -13,6 +13,7 @@ _FEW_ROWS = ((8, 2), (32, 4), (128, 8))
 # Above that spare rows are at most an eighth, and from _LARGE_ROWS on a sixteenth, of the power of
 # two below m: half of that on average.
 _LARGE_ROWS = 1024
+_MAX_CPU_WIDTH = 16384  # kMaxRowWidth in csrc/cpu/rows.h
 
 
 @lru_cache(maxsize=4096)
@@ -74,3 +75,10 @@ def padded(x: Tensor, rows: int) -> Tensor:
     copy[: x.shape[0]] = x
     copy[x.shape[0] :].zero_()
     return copy
+
+
+def has_row_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the native row kernels of a device take rows of this dtype and width."""
+    if device.type == "cuda":
+        return width > 0
+    return dtype in (torch.float32, torch.bfloat16) and 0 < width <= _MAX_CPU_WIDTH

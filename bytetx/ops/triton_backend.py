@@ -1,4 +1,4 @@
-"""Which GPUs the Triton kernels serve: those that the native core has no code for."""
+"""The Triton kernels: where they run, and why they do not where they do not."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,44 +10,26 @@ from bytetx.ops import native
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: bf16 products, asynchronous copies
 MAX_ROW_WIDTH = 16384  # elements of a row that one program holds
-OPS = frozenset(
-    {
-        "embed",
-        "layer_norm",
-        "rms_norm",
-        "linear",
-        "gate_rows",
-        "varlen_attention",
-        "disentangled_attention",
-        "paged_attention",
-        "write_kv",
-        "rotary",
-        "pool",
-        "argmax",
-        "sample",
-    }
-)
-
 _FOR_CUDA = "the Triton kernels are for CUDA GPUs"
 
 
-def triton_kernels(device: torch.device) -> ModuleType | None:
-    """bytetx.ops.triton_kernels where it serves this device instead of the native core."""
-    return None if native.has_module(device) else triton_beside_native(device)
-
-
-def triton_beside_native(device: torch.device) -> ModuleType | None:
-    """The same for calls that the native core has no kernel for: Hopper GPUs get them, too."""
+def kernels(device: torch.device) -> ModuleType:
+    """bytetx.ops.triton_kernels, where why_no_triton says nothing against it."""
     found = _lookup(device.type, device.index)
-    return None if isinstance(found, str) else found
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
 
 
 def why_no_triton(device: torch.device) -> str | None:
-    """Why triton_kernels gives None, with what to do about it where something can be done."""
-    if native.has_module(device):
-        return "the native kernels serve this GPU" if device.type == "cuda" else _FOR_CUDA
+    """Why the Triton kernels do not run there, with what to do where something can be done."""
     found = _lookup(device.type, device.index)
     return found if isinstance(found, str) else None
+
+
+def holds_rows(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether a program of the row kernels holds a row of so many elements."""
+    return 0 < width <= MAX_ROW_WIDTH
 
 
 @native.cached_lookup
@@ -66,11 +48,11 @@ def _lookup(device_type: str, index: int | None) -> ModuleType | str:
 
 
 def _try_out(device: torch.device) -> ModuleType | str:
-    """The kernels, or why the first of them does not run: Triton compiles for the GPU at hand."""
+    """The module, or why the first of them does not run: Triton compiles for the GPU at hand."""
     try:
-        kernels = import_module("bytetx.ops.triton_kernels")
+        module = import_module("bytetx.ops.triton_kernels")
         ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
-        kernels.sequence_bounds(ends, 1)
+        module.sequence_bounds(ends, 1)
         torch.cuda.synchronize(device)
     # Triton raises what its compiler, the C compiler of its launcher or the driver raises.
     except Exception as error:
@@ -80,4 +62,4 @@ def _try_out(device: torch.device) -> ModuleType | str:
             f"Triton does not run here ({type(error).__name__}: {what}): it needs a C compiler and "
             "a version that fits torch's"
         )
-    return kernels
+    return module

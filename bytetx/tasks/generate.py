@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from itertools import islice
 from operator import sub
 from time import perf_counter
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 from bytetx.arguments import check_iterable
 from bytetx.encode.request import RunStats
@@ -40,6 +40,14 @@ class GenerateOptions(TypedDict, total=False):
     show_progress: bool
 
 
+class _IdleEngine(NamedTuple):
+    """An engine and the options that it was made for; sizes: what these came to."""
+
+    options: tuple[int | None, ...]
+    sizes: GenerationSizes
+    engine: GenerationEngine
+
+
 class GenerationMixin:
     """Model's methods for generation; InputError where it has no language model head."""
 
@@ -48,8 +56,8 @@ class GenerationMixin:
     cuda_graphs: bool
 
     def __init__(self) -> None:
-        # At most one engine is kept for the next call with the same sizes, with its prefix cache.
-        self._idle_engines: list[tuple[GenerationSizes, GenerationEngine]] = []
+        # At most one engine is kept for the next call with the same options, with its prefix cache.
+        self._idle_engines: list[_IdleEngine] = []
 
     @overload
     def generate(
@@ -140,22 +148,17 @@ class GenerationMixin:
             raise InputError(f"stream must be False, True or 'pieces', got {shown(stream)}")
         keeps_errors = keeps_bad_texts(on_error)
         check_iterable("prompts", prompts)
-        sizes = self.generation_sizes(
-            kv_cache_tokens=kv_cache_tokens,
-            max_num_seqs=max_num_seqs,
-            num_speculative_tokens=num_speculative_tokens,
-        )
         reader = self._prompt_reader(chat_template_kwargs)
-        engine = self._take_engine(sizes)
+        taken = self._take_engine(kv_cache_tokens, max_num_seqs, num_speculative_tokens)
         run = GenerationRun(
-            engine,
+            taken.engine,
             reader,
             params,
-            read_ahead=sizes.max_num_seqs,
+            read_ahead=taken.sizes.max_num_seqs,
             streams=stream == "pieces",
             keeps_errors=keeps_errors,
         )
-        blocks = self._run_blocks(run, engine, sizes, prompts)
+        blocks = self._run_blocks(run, taken, prompts)
         if show_progress:
             total = num_texts(prompts)
             blocks = with_progress(blocks, run.num_done, title="generate", total=total)
@@ -271,15 +274,27 @@ class GenerationMixin:
             )
         return head
 
-    def _take_engine(self, sizes: GenerationSizes) -> GenerationEngine:
-        """The idle engine where it has these sizes; else a new one, after the old one is freed."""
+    def _take_engine(
+        self, kv_cache_tokens: int | None, max_num_seqs: int | None, num_speculative_tokens: int
+    ) -> _IdleEngine:
+        """The idle engine where it was made for these options; else a new one.
+
+        The old one is freed before, so that its memory counts as free. Sizes are not compared: what
+        fits a GPU depends on what the idle engine holds.
+        """
+        options = (kv_cache_tokens, max_num_seqs, num_speculative_tokens)
         if self._idle_engines:
             with suppress(IndexError):  # another thread took it
-                idle_sizes, engine = self._idle_engines.pop()
-                if idle_sizes == sizes:
-                    return engine
-                del engine
-        return self._build_engine(sizes)
+                idle = self._idle_engines.pop()
+                if idle.options == options:
+                    return idle
+                del idle
+        sizes = self.generation_sizes(
+            kv_cache_tokens=kv_cache_tokens,
+            max_num_seqs=max_num_seqs,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        return _IdleEngine(options, sizes, self._build_engine(sizes))
 
     def _build_engine(self, sizes: GenerationSizes, *, seed: int | None = None) -> GenerationEngine:
         return build_engine(
@@ -289,8 +304,7 @@ class GenerationMixin:
     def _run_blocks(
         self,
         run: "GenerationRun",
-        engine: GenerationEngine,
-        sizes: GenerationSizes,
+        taken: _IdleEngine,
         prompts: Iterable[Prompt],
     ) -> Generator[list[Any], None, None]:
         """The run's results; keeps the engine for the next call."""
@@ -299,8 +313,8 @@ class GenerationMixin:
             with closing(blocks):
                 yield from blocks
         finally:
-            if not engine.has_work:
-                self._idle_engines[:] = [(sizes, engine)]
+            if not taken.engine.has_work:
+                self._idle_engines[:] = [taken]
 
 
 class GenerationRun:

@@ -18,7 +18,7 @@ def vectors(count: int, size: int, dtype: torch.dtype) -> Tensor:
 
 def scores_of(q: Tensor, d: Tensor, lengths: list[int], *, is_mean: bool = False) -> Tensor:
     """By the native kernel, into memory that held NaN."""
-    assert maxsim._has_kernel(q, d)
+    assert maxsim._fits_kernel(q, d)
     bounds = np.cumsum([0, *lengths], dtype=np.int64)
     torch.full((1, len(lengths)), torch.nan, device="cuda")  # freed, for the result
     return maxsim.maxsim_scores(
@@ -86,14 +86,14 @@ def test_nan_is_not_hidden(row: int) -> None:
 
 def test_what_it_does_not_take_goes_another_way() -> None:
     q, d = vectors(8, 128, torch.float16), vectors(30, 128, torch.float16)
-    assert maxsim._has_kernel(q, d)
-    assert not maxsim._has_kernel(q.float(), d.float())
-    assert not maxsim._has_kernel(vectors(65, 128, torch.float16), d)
-    assert not maxsim._has_kernel(vectors(8, 48, torch.float16), vectors(9, 48, torch.float16))
-    assert not maxsim._has_kernel(
+    assert maxsim._fits_kernel(q, d)
+    assert not maxsim._fits_kernel(q.float(), d.float())
+    assert not maxsim._fits_kernel(vectors(65, 128, torch.float16), d)
+    assert not maxsim._fits_kernel(vectors(8, 48, torch.float16), vectors(9, 48, torch.float16))
+    assert not maxsim._fits_kernel(
         q, vectors(31 * 128, 1, torch.float16)[1:].view(-1)[: 30 * 128].view(30, 128)
     )
-    assert not maxsim._has_kernel(q[:, :64], d[:, :64])
+    assert not maxsim._fits_kernel(q[:, :64], d[:, :64])
 
 
 @pytest.mark.parametrize(

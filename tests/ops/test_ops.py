@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from cpu_kernels import available_isas
 from torch import Tensor
 
-from bytetx.ops import attention, embedding, linear, native, norm, pooling, reference
+from bytetx.ops import attention, embedding, linear, norm, pooling, reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SEQLENS = [5, 0, 1, 300, 0, 33]  # empty, single, one long among short, no multiple of a tile
@@ -59,8 +59,7 @@ def norm_case(
         normalized = (F.layer_norm if is_layer else F.rms_norm)(h, (width,), *values, eps=EPS)
         return torch.cat((normalized, h)) if keeps_sum else normalized
 
-    native_kernel = native.kernel(op, x.device)
-    run = partial(norm.run_kernel, native_kernel, x, weight, bias if is_layer else None, **kw)
+    run = partial(norm.run_kernel, op, x, weight, bias if is_layer else None, **kw)
     public = partial(getattr(norm, op), x, *parameters, **kw)
 
     def plain() -> Tensor:
@@ -88,17 +87,13 @@ def embed_case(
         return F.layer_norm(h, (width,), weight.to(to), bias.to(to), EPS) if norms else h
 
     by_name = dict(zip(("word", "position", "token_type"), tables, strict=True))
-    run = partial(embedding.run_kernel, native.kernel("embed", weight_device(device)), ids, tables)
+    run = partial(embedding.run_kernel, ids, tables)
     return Case(
         partial(reference.embed, *ids, **by_name, **kw),
         lambda isa: run(**kw, isa=isa),
         partial(embedding.embed, *ids, **by_name, **kw),
         in_torch,
     )
-
-
-def weight_device(device: str) -> torch.device:
-    return torch.device(device, 0) if device == "cuda" else torch.device(device)
 
 
 def pool_case(
@@ -116,7 +111,7 @@ def pool_case(
         eps = max(1e-12, torch.finfo(to).tiny)
         return F.normalize(torch.stack(pooled), dim=-1, eps=eps) if skip else torch.stack(pooled)
 
-    run = partial(pooling.run_kernel, native.kernel("pool", x.device), x, cu_seqlens, **kw)
+    run = partial(pooling.run_kernel, x, cu_seqlens, **kw)
     return Case(
         partial(reference.pool, x, cu_seqlens, **kw),
         lambda isa: run(isa=isa),

@@ -13,6 +13,7 @@ import bytetx
 from bytetx.checkpoint import family as family_files
 from bytetx.checkpoint.norm_kinds import NORM_KINDS, NormKind
 from bytetx.ops.linear import prepare_linear
+from bytetx.ops.registry import OPERATIONS, Operation
 from bytetx.ops.row_norm import NORMS, RowNorm
 
 BERT = Path(family_files.models_folder(), "bert.toml").read_text()
@@ -66,24 +67,34 @@ def test_a_norm_of_divided_features_sums_its_statistics(kind: str) -> None:
     torch.testing.assert_close(found, norm.in_torch(x), atol=1e-4, rtol=1e-4)
 
 
+PLAIN_NORM = Operation("plain_norm")
+OPERATIONS.pop("plain_norm")  # so that reports do not show it
+
+
+@PLAIN_NORM.in_torch()
+def run_plain_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    residual: Tensor | None,
+    out: Tensor | None,
+    sum_out: Tensor | None,
+    fp8_out: None,
+) -> Tensor:
+    h = x if residual is None else x + residual
+    normed = PlainNorm(weight, bias, eps).in_torch(h)
+    if sum_out is not None:
+        sum_out.copy_(h)
+    return normed if out is None else out.copy_(normed)
+
+
 class PlainNorm(RowNorm):
     """A kind without kernels, added as a family's author would."""
 
     __slots__ = ()
-
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        sum_out: Tensor | None = None,
-    ) -> Tensor:
-        h = x if residual is None else x + residual
-        normalized = self.in_torch(h)
-        if sum_out is not None:
-            sum_out.copy_(h)
-        return normalized if out is None else out.copy_(normalized)
+    operation = PLAIN_NORM
 
     def in_torch(self, h: Tensor) -> Tensor:
         centered = h - h.mean(1, keepdim=True)

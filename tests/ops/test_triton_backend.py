@@ -14,7 +14,7 @@ from tiny_decoders import tiny_decoder
 import bytetx
 from bytetx import SamplingParams
 from bytetx.ops import backend_report, native, triton_backend
-from bytetx.ops.triton_backend import triton_kernels, why_no_triton
+from bytetx.ops.triton_backend import why_no_triton
 
 CPU = torch.device("cpu")
 TEXTS = [SENTENCES[0], "a", SENTENCES[4], "", "New York"]
@@ -42,6 +42,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     counted = Counted(kernels)
     with native.without_kernels("cpu"):
         monkeypatch.setattr(triton_backend, "_lookup", lambda device_type, index: counted)
+        native.forget_lookups()
         yield counted
 
 
@@ -62,6 +63,7 @@ def test_an_encoder(family: str, used: set[str], tmp_path: Path, interpreted: Co
     assert used <= interpreted.used
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "_lookup", lambda device_type, index: "none")
+        native.forget_lookups()
         right = bytetx.load(folder, device="cpu").embed(TEXTS, truncate=True).vectors
     np.testing.assert_allclose(ours, right, rtol=0, atol=2e-5)
 
@@ -77,6 +79,7 @@ def test_a_decoder(family: str, tmp_path: Path, interpreted: Counted) -> None:
     assert {"paged_attention", "write_kv", "norm", "argmax"} <= interpreted.used
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "_lookup", lambda device_type, index: "none")
+        native.forget_lookups()
         model = bytetx.load(tmp_path, device="cpu")
         right = [answer.token_ids for answer in model.generate(prompts, params)]
     assert ours == right
@@ -84,7 +87,6 @@ def test_a_decoder(family: str, tmp_path: Path, interpreted: Counted) -> None:
 
 def test_why_triton_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    assert triton_kernels(CPU) is None
     assert why_no_triton(CPU) == "the Triton kernels are for CUDA GPUs"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA T4")

@@ -19,7 +19,7 @@ from bytetx.ops.sampling import uniform
 
 pytest.importorskip("triton")
 
-from bytetx.ops import maxsim, triton_kernels  # noqa: E402
+from bytetx.ops import maxsim, triton_backend, triton_kernels  # noqa: E402
 from bytetx.ops.triton_kernels import gemm  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -313,12 +313,14 @@ def test_scores_by_triton_are_those_without(
     bounds = [np.cumsum([0, *n]) for n in (query_lengths, lengths)]
     q, d = normal(sum(query_lengths), 20), normal(sum(lengths), 20)
     options = {"empty_score": -1e9, "product_bytes": product_bytes, "is_mean": is_mean}
-    monkeypatch.setattr(maxsim, "triton_beside_native", lambda device: None)
     wanted = maxsim.maxsim_scores(q, bounds[0], d, bounds[1], **options)
     called = mock.Mock(wraps=triton_kernels.maxsim_of_one)
     monkeypatch.setattr(triton_kernels, "maxsim_of_one", called)
-    monkeypatch.setattr(maxsim, "triton_beside_native", lambda device: triton_kernels)
+    monkeypatch.setattr(triton_backend, "_lookup", lambda device_type, index: triton_kernels)
+    native.forget_lookups()
     got = maxsim.maxsim_scores(q, bounds[0], d, bounds[1], **options)
+    monkeypatch.undo()
+    native.forget_lookups()
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
     assert bool(called.call_count) == (query_lengths == [5])
 
