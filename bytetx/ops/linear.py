@@ -21,7 +21,7 @@ from bytetx.ops.linear_plan import (
     plan_linear,
 )
 from bytetx.ops.registry import Backend, Operation
-from bytetx.ops.rows import num_tile_rows, padded, tile_rows, whole_tiles
+from bytetx.ops.rows import num_tile_rows, padded, tile_rows
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 
@@ -359,19 +359,32 @@ def _run_onednn(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor
     m = x.shape[0]
     if m == 0:
         return x.new_empty((0, w.n))
-    # Rows behind x as well, as many as oneDNN has a primitive for.
-    if torch.compiler.is_compiling():
-        # A compiled graph has one row count, or symbols for it; see rows.py for two.
-        rows = x.expand(2, -1).contiguous() if m == 1 else x
-    elif x.dtype == torch.bfloat16 and w.k % _AMX_FEATURES and _has_amx():
-        rows = padded(x, tile_rows(m) + 1)[: tile_rows(m)]
-    else:
-        rows = whole_tiles(x)
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
     d: Tensor = torch.ops.mkldnn._linear_pointwise(
-        rows, w.weight, w.bias, attribute, [], algorithm
+        _rows_for_onednn(x), w.weight, w.bias, attribute, [], algorithm
     )[:m]
     return d if residual is None else d.add_(residual)
+
+
+def _rows_for_onednn(x: Tensor) -> Tensor:
+    """x [m, k] and rows behind it, as many as oneDNN has a primitive for: [tile_rows(m), k].
+
+    A copy where nothing lies behind x.
+    """
+    m, k = x.shape
+    if torch.compiler.is_compiling():
+        # A compiled graph has one row count, or symbols for it; see rows.py for two.
+        return x.expand(2, -1).contiguous() if m == 1 else x
+    rows = tile_rows(m)
+    if x.dtype == torch.bfloat16 and k % _AMX_FEATURES and _has_amx():
+        return padded(x, rows + 1)[:rows]
+    if rows == m:
+        return x
+    # One row of a slice of columns counts as contiguous, with the stride of the whole rows.
+    end = x.storage_offset() + (rows - 1) * x.stride(0) + k
+    if end * x.element_size() > x.untyped_storage().nbytes():
+        return padded(x, rows)
+    return x.as_strided((rows, k), x.stride())
 
 
 @LINEAR.in_torch()

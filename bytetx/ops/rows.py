@@ -54,21 +54,6 @@ def empty_rows(m: int, tail: Sequence[int], dtype: torch.dtype) -> Tensor:
     return rows[:m]
 
 
-def whole_tiles(x: Tensor) -> Tensor:
-    """x [m, k] and what lies behind it, [tile_rows(m), k]; a copy where nothing does.
-
-    For functions that treat each row alone.
-    """
-    rows = tile_rows(x.shape[0])
-    if rows == x.shape[0]:
-        return x
-    # One row of a slice of columns counts as contiguous, with the stride of the whole rows.
-    end = x.storage_offset() + (rows - 1) * x.stride(0) + x.shape[1]
-    if end * x.element_size() > x.untyped_storage().nbytes():
-        return padded(x, rows)
-    return x.as_strided((rows, x.shape[1]), x.stride())
-
-
 def padded(x: Tensor, rows: int) -> Tensor:
     """A copy of x [m, k] with zeros behind it: [rows, k]."""
     copy = x.new_empty((rows, x.shape[1]))
