@@ -193,7 +193,7 @@ class Layers:
             )
         if self.buckets is not None:
             require_span(self.buckets, batch.max_seqlen)
-        if self.relative_bias is not None:
+        if self.relative_bias is not None and cache is None:  # pages have slopes
             require_bias(
                 self.relative_bias,
                 batch.bias_positions,
