@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -37,7 +37,6 @@ from bytetx.executor.messages import (
 from bytetx.executor.torchrun import TorchrunLeader
 from bytetx.nn.executor import Executor
 from bytetx.nn.grid_blocks import check_grid, grid_blocks, grid_placement
-from bytetx.nn.heads import LmHead, MaskedLMHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layers import OnKv, OnLayer
 from bytetx.nn.loading import (
@@ -138,11 +137,13 @@ def load_on_ranks(
     whole = grid_placement(checkpoint.transformer, group)
     executor, heads = GroupExecutor(group, workers, spec), checkpoint.heads
     if blocks.shard is not None:  # the vocabulary is divided over y; else rank 0 has all of it
-        heads = replace(
-            heads,
-            masked_lm=_group_masked_lm(heads.masked_lm, executor),
-            lm=_group_lm(heads.lm, executor),
-        )
+        lm, masked_lm = heads.lm, heads.masked_lm
+        if lm is not None:
+            lm = replace(lm, placement=partial(_group_logits, executor, "lm"))
+        if masked_lm is not None:
+            placement = partial(_group_logits, executor, "masked_lm")
+            masked_lm = replace(masked_lm, placement=placement)
+        heads = replace(heads, lm=lm, masked_lm=masked_lm)
     executor.release = whole.release
     transformer = checkpoint.transformer.placed(_GroupPlacement(whole, executor))
     return replace(checkpoint, transformer=transformer, heads=heads, executor=executor)
@@ -391,50 +392,13 @@ class _GroupPlacement(Placement):
             return self.whole.forward(batch, cache=cache, on_layer=on_layer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupLmHead(LmHead):
-    executor: GroupExecutor
-
-    @torch.inference_mode()
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return _group_logits(self.executor, "lm", rows, partial(LmHead.forward, self))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupMaskedLMHead(MaskedLMHead):
-    executor: GroupExecutor
-
-    @torch.inference_mode()
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return _group_logits(self.executor, "masked_lm", rows, partial(MaskedLMHead.forward, self))
-
-
-def _group_lm(head: LmHead | None, executor: GroupExecutor) -> LmHead | None:
-    if head is None:
-        return None
-    fields = (head.decoder, head.vocab_size, head.blocks, head.divisor, head.softcap)
-    return _GroupLmHead(*fields, executor=executor)
-
-
-def _group_masked_lm(head: MaskedLMHead | None, executor: GroupExecutor) -> MaskedLMHead | None:
-    if head is None:
-        return None
-    return _GroupMaskedLMHead(
-        head.dense,
-        head.activation,
-        head.norm,
-        head.decoder,
-        head.blocks,
-        executor=executor,
-    )
-
-
 def _group_logits(
     executor: GroupExecutor,
     head: Head,
-    rows: torch.Tensor,
     forward: Callable[[torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
 ) -> torch.Tensor:
+    """Run rank 0's part of a head, and tell the other ranks to run theirs: a HeadPlacement."""
     if not rows.shape[0]:
         return rows.new_empty((0, executor.spec.vocab_size))
     if executor.is_decoding:

@@ -56,7 +56,7 @@ def prepare_splade_head(head: MaskedLMHead) -> MaskedLMHead:
     """
     w, blocks = head.decoder, head.blocks
     is_whole = blocks is None or (blocks.shard is None and blocks.hidden is None)
-    if type(head) is MaskedLMHead and is_whole and w.weight.is_cuda and w.int8 is None:
+    if head.placement is None and is_whole and w.weight.is_cuda:
         return pad_vocabulary(head)
     return head
 
