@@ -39,19 +39,18 @@ class Values:
         """A size by bytetx's name for it; `default` where the family has no such size."""
         if name not in self.names and default is not None:
             return default
-        return self.common_size(self.names[name])
+        key = self.names[name]
+        return key if isinstance(key, int) else self.common_size(key)
 
     def size_or_none(self, name: str) -> int | None:
         """A size that the family may lack and that config.json may leave out or set to null."""
-        if name not in self.names or self.read(self.names[name]) is None:
+        key = self.names.get(name)
+        if key is None or (isinstance(key, str) and self.read(key) is None):
             return None
-        return self.common_size(self.names[name])
+        return self.size(name)
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Any integer by bytetx's name for it; `default` where the family has no such number."""
-        if name not in self.names and default is not None:
-            return default
-        key = self.names[name]
+    def integer(self, key: str) -> int:
+        """Any integer by its key in config.json."""
         value = self.read(key)
         if type(value) is not int or abs(value) > _MAX_SIZE:
             raise CheckpointError(f"config.json: {key} must be an integer, got {value!r:.120}")
@@ -87,16 +86,9 @@ class Values:
         value = self.read(key) if isinstance(key, str) else key
         return positive_number(key, value)
 
-    def number_or_zero(self, name: str) -> float:
-        """A positive number by bytetx's name for it; 0 where the family has no such number, or
-        config.json leaves it out or sets it to null."""
-        if name not in self.names or self.read(self.names[name]) is None:
-            return 0.0
-        return self.number(name)
-
-    def multiplier(self, name: str) -> float:
-        """A positive number by bytetx's name for it; 1 where the family has no such number."""
-        return self.number(name) if name in self.names else 1.0
+    def positive(self, key: str) -> float:
+        """A positive number by its key in config.json."""
+        return positive_number(key, self.read(key))
 
     def head_sizes(self) -> tuple[int, int, int]:
         """(hidden_size, num_heads, head_dim)"""
@@ -119,9 +111,7 @@ class Values:
 
     def num_kv_heads(self, num_heads: int) -> int:
         """Heads of keys and values, each of which serves as many query heads."""
-        fixed = self.names.get("num_kv_heads")
-        is_fixed = isinstance(fixed, int)
-        num_kv_heads = fixed if is_fixed else self.size_or_none("num_kv_heads") or num_heads
+        num_kv_heads = self.size_or_none("num_kv_heads") or num_heads
         if num_heads % num_kv_heads:
             raise CheckpointError(
                 f"config.json: {self.names['num_heads']} {num_heads} is no multiple of "
@@ -165,13 +155,6 @@ class Values:
             )
         return rows
 
-    def bias_fact(self, name: str) -> int:
-        """A fact of the relative position bias: the family's, or of config.json; 0 without one."""
-        if name in self.names:
-            return self.size(name)
-        value: int = self.architecture.get(name, 0)
-        return value
-
     def is_gated(self) -> bool:
         """False where config.json says that the feed-forward of this family has no gate."""
         key = self.names.get("gated_activation")
@@ -191,8 +174,9 @@ class Values:
             return "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
         return name
 
-    def activation(self, key_name: str = "activation") -> str:
-        key = self.activation_key if key_name == "activation" else self.names[key_name]
+    def activation(self, key: str | None = None) -> str:
+        """key: of config.json; None: of the feed-forward layers."""
+        key = key or self.activation_key
         name = self.activation_name(key)
         if not isinstance(name, str) or name not in ACTIVATIONS:
             raise CheckpointError(

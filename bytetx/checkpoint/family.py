@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bytetx.checkpoint.family_hooks import HOOKS
 from bytetx.checkpoint.norm_kinds import NORM_KINDS, NormKind
 from bytetx.errors import CheckpointError
 
@@ -29,8 +30,6 @@ _SECTIONS = {
             "activation",
             "gated_activation",
             "embedding_size",
-            "num_layer_groups",
-            "layers_per_group",
             "num_token_types",
             "num_kv_heads",
             "head_dim",
@@ -45,73 +44,36 @@ _SECTIONS = {
             "uses_window",
             "first_windowed_layer",
             "layer_types",
-            "attention_types",
             "global_attention_period",
-            "rotary_layers",
-            "unrotated_period",
             "attention_bias",
             "qkv_bias",
             "ffn_bias",
             "linear_bias",
-            "norm_bias",
-            "parallel",
-            "pre_norm",
-            "scales_attention",
-            "scales_by_layer",
             "is_causal",
             "is_bidirectional",
-            "softmax_scale",
-            "query_pre_attn_scalar",
-            "attention_softcap",
-            "embedding_multiplier",
-            "residual_multiplier",
-            "logits_divisor",
-            "logits_softcap",
             "num_experts",
             "experts_per_token",
-            "expert_size",
             "normalizes_experts",
             "sparse_period",
-            "dense_layers",
             "classifier_activation",
-            "relative_attention",
-            "relative_terms",
-            "relative_max_distance",
-            "relative_log_buckets",
-            "relative_shares_projections",
-            "relative_norm",
-            "absolute_positions",
-            "convolution_size",
-            "convolution_groups",
-            "convolution_activation",
         },
     ),
     "architecture": (
         {"norm_placement", "norm", "positions", "position_offset"},
         {
-            "relative_bias_buckets",
-            "relative_bias_max_distance",
             "causal",
             "rotary_layout",
             "qkv",
             "qk_norm",
             "weight_layout",
-            "window_sides",
-            "unmasked_window",
             "global_layer",
-            "has_first_norm",
-            "first_position_row",
             "biases",
             "intermediate_multiple",
             "softmax_scale",
-            "always_projects",
             "half_dtype",
             "norm_offset",
             "scales_words",
-            "scaled_positions",
             "scaled_layers",
-            "alibi_dtype",
-            "scales_alibi",
         },
     ),
     "embeddings": (
@@ -134,20 +96,17 @@ _SECTIONS = {
         | {"experts_gate_up", "experts_down"},
     ),
     "final": ({"norm"}, {"project_out"}),
-    "convolution": ({"linear", "norm"}, set()),
     "heads": (
         set(),
         {"pooler", "sequence_classification", "token_classification", "question_answering"}
         | {"masked_lm"}
         | _CAUSAL_KEYS["heads"],
     ),
-    "otherwise": (set(), {"masked_lm"}),
 }
 # Sections that a family may leave out.
-_OPTIONAL_SECTIONS = {"heads", "otherwise", "final", "fixed", "aliases"}
-_OPTIONAL_SECTIONS |= {"ungated_layer", "sparse_layer", "convolution"}
+_OPTIONAL_SECTIONS = {"heads", "final", "fixed", "aliases", "ungated_layer", "sparse_layer"}
 # Keys outside of the sections that a family may leave out.
-_OPTIONAL_KEYS = {"marker", "own_code", "keyed_code", "bidirectional"}
+_OPTIONAL_KEYS = {"hook", "marker", "own_code", "keyed_code", "bidirectional"}
 _OPTIONAL_KEYS |= {"unsupported", "variants", "modules", "nested", "task_adapters"}
 # Sections that a variant may change.
 _VARIED = ("config", "architecture", "layer")
@@ -157,7 +116,7 @@ _HEADS = {
     "sequence_classification": ({"out"}, _CLASSIFIER_KEYS | {"pooling", "out_bias"}),
     "token_classification": ({"out"}, _CLASSIFIER_KEYS),
     "question_answering": ({"out"}, _CLASSIFIER_KEYS),
-    "masked_lm": ({"decoder"}, _CLASSIFIER_KEYS | {"bias", "decoder_bias", "when"}),
+    "masked_lm": ({"decoder"}, _CLASSIFIER_KEYS | {"bias", "decoder_bias"}),
     "lm": ({"decoder"}, {"bias"}),
 }
 # A key's allowed values, the default first.
@@ -171,25 +130,14 @@ _CLOSED_VALUES = {
     "qk_norm": ("head", "projection"),
     "weight_layout": ("linear", "conv1d"),
     "causal": (False, True),
-    # The window of config.json counts a token and those before it, or both sides of a token.
-    "window_sides": ("one", "both"),
-    # The window of a causal family's checkpoint without the mask: as wide on either side as the
-    # causal one, or the window of both sides together.
-    "unmasked_window": ("each_side", "both_sides"),
     # Which layer of each global_attention_period has no window.
     "global_layer": ("first", "last"),
     # What is added to the weights of norms that have an offset.
     "norm_offset": (0, 1),
     "scales_words": (False, True),
-    # Whether max_position_embeddings counts the positions after rotary scaling.
-    "scaled_positions": (False, True),
     # The layers that a rope_scaling without layer types is for.
     "scaled_layers": ("all", "global"),
-    "has_first_norm": (True, False),
-    "always_projects": (False, True),
     "half_dtype": ("saved", "bfloat16"),
-    "alibi_dtype": ("float32", "bfloat16"),
-    "scales_alibi": (False, True),
 }
 # Keys of config.json without which something else is taken, or nothing.
 _NULLABLE = {
@@ -199,34 +147,20 @@ _NULLABLE = {
     "head_dim",
     "window",
     "layer_types",
-    "attention_types",
-    "rotary_layers",
-    "relative_terms",
-    "dense_layers",
-    "attention_softcap",
-    "logits_softcap",
 }
 
 # Keys that need each other: a size in config.json, and the tensor or facts that use it.
 _PAIRS = (
     (("config", "num_token_types"), ("embeddings", "token_type")),
     (("config", "relative_bias_rows"), ("embeddings", "relative_bias")),
+    (("config", "relative_bias_rows"), ("config", "relative_bias_buckets")),
+    (("config", "relative_bias_rows"), ("config", "relative_bias_max_distance")),
     (("config", "gated_activation"), ("ungated_layer", "ffn_in")),
-    (("config", "num_layer_groups"), ("config", "layers_per_group")),
     (("config", "num_experts"), ("sparse_layer", "router")),
     (("config", "num_experts"), ("config", "experts_per_token")),
     (("sparse_layer", "expert_in"), ("sparse_layer", "expert_out")),
     (("sparse_layer", "experts_in"), ("sparse_layer", "experts_out")),
     (("sparse_layer", "experts_gate_up"), ("sparse_layer", "experts_down")),
-    (("config", "rotary_layers"), ("config", "unrotated_period")),
-    (("config", "relative_norm"), ("embeddings", "relative_norm")),
-    (("config", "relative_attention"), ("embeddings", "relative")),
-    (("config", "relative_attention"), ("config", "relative_terms")),
-    (("config", "relative_attention"), ("config", "relative_max_distance")),
-    (("config", "absolute_positions"), ("config", "relative_attention")),
-    (("config", "convolution_size"), ("convolution", "linear")),
-    (("config", "convolution_size"), ("config", "convolution_groups")),
-    (("config", "convolution_size"), ("config", "convolution_activation")),
     (("layer", "q_norm"), ("layer", "k_norm")),
     (("layer", "q_bias"), ("layer", "v_bias")),
     (("layer", "pos_k"), ("layer", "pos_q")),
@@ -278,14 +212,13 @@ def _check_table(where: str, table: dict[str, Any]) -> None:
     for section, (required, optional) in _SECTIONS.items():
         if section in table:
             _check_keys(f"{where} [{section}]", table[section], required, optional)
-    for section in ("heads", "otherwise"):
-        for head, content in table.get(section, {}).items():
-            _check_keys(f"{where} [{section}.{head}]", content, *_HEADS[head])
-            for key, value in content.items():
-                if isinstance(value, list | dict):
-                    raise CheckpointError(
-                        f"{where} [{section}.{head}] {key} must be one value, got {value!r:.200}"
-                    )
+    for head, content in table.get("heads", {}).items():
+        _check_keys(f"{where} [heads.{head}]", content, *_HEADS[head])
+        for key, value in content.items():
+            if isinstance(value, list | dict):
+                raise CheckpointError(
+                    f"{where} [heads.{head}] {key} must be one value, got {value!r:.200}"
+                )
     _check_types(where, table)
     _check_names(where, table)
     _check_values(where, table)
@@ -332,7 +265,7 @@ def _check_keys(where: str, content: Any, required: set[str], optional: set[str]
 
 
 # Tables whose values are names: of tensors, of keys of config.json, of tasks.
-_NAMES = {"embeddings", "layer", "ungated_layer", "sparse_layer", "final", "convolution"}
+_NAMES = {"embeddings", "layer", "ungated_layer", "sparse_layer", "final"}
 _NAMES |= {"aliases", "nested", "keyed_code", "task_adapters"}
 
 
@@ -340,7 +273,7 @@ def _check_types(where: str, table: dict[str, Any]) -> None:
     """Checks the types of what a section holds; a number in [config] is fixed in the family."""
     if not isinstance(table["names"], str):
         raise CheckpointError(f"{where} names must be a text, got {table['names']!r:.200}")
-    for key in ("defaults", "fixed", "heads", "otherwise", *_NAMES):
+    for key in ("defaults", "fixed", "heads", *_NAMES):
         if not isinstance(content := table.get(key, {}), dict):
             raise CheckpointError(f"{where} {key} must be a table, got {content!r:.200}")
     for section in _NAMES | {"config"}:
@@ -358,6 +291,14 @@ def _check_names(where: str, table: dict[str, Any]) -> None:
         names = table.get(key, ["-"])
         if not is_names(names) or not names:
             raise CheckpointError(f"{where} {key} must be a list of names, got {names!r:.200}")
+    hook = table.get("hook")
+    if hook is not None and hook not in HOOKS:
+        raise CheckpointError(f"{where} hook is {hook!r:.200}, must be one of {', '.join(HOOKS)}")
+    if (table["architecture"]["positions"] == "disentangled") != (hook == "deberta"):
+        raise CheckpointError(
+            f"{where} [architecture] positions disentangled and hook deberta go together; one of "
+            "them is missing"
+        )
     prefix, nested = table["prefix"], table.get("nested", {})
     prefixes = [prefix] if isinstance(prefix, str) else prefix
     if not isinstance(prefixes, list) or not all(isinstance(name, str) for name in prefixes):
@@ -392,7 +333,7 @@ def _check_values(where: str, table: dict[str, Any]) -> None:
         named.add(table["config"]["intermediate_size"])
     if missing := (named | {"vocab_size", "pad_token_id"}) - table["defaults"].keys():
         raise CheckpointError(f"{where} [defaults] missing key {', '.join(sorted(missing))}")
-    index = "{group}" if "num_layer_groups" in table["config"] else "{i}"
+    index = "{group}" if table.get("hook") == "albert" else "{i}"
     for section in ("layer", "ungated_layer", "sparse_layer"):
         for key, stem in table.get(section, {}).items():
             if index not in stem:
@@ -461,10 +402,9 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
     architecture, embeddings = table["architecture"], table["embeddings"]
     is_causal = architecture.get("causal", False)
     is_disentangled = architecture["positions"] == "disentangled"
-    is_learned = architecture["positions"] == "learned" or "absolute_positions" in table["config"]
+    is_learned = architecture["positions"] in ("learned", "disentangled")
     is_rotary = architecture["positions"] == "rotary"
     is_alibi = architecture["positions"] == "alibi"
-    has_bias = "relative_bias_rows" in table["config"]
     is_plain = _norm_kind(table).has_shift and "project_in" not in embeddings
     separate = architecture.get("qkv", "separate") == "separate"
     placement = architecture["norm_placement"]
@@ -474,7 +414,8 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         ("embeddings", "norm", not is_causal and placement == "post", is_causal and not is_plain),
         # Of a family with rotary positions or ALiBi, as config.json says.
         ("config", "rotary_theta", is_rotary, not is_rotary and not is_alibi),
-        ("config", "relative_attention", is_disentangled, not is_disentangled),
+        ("embeddings", "relative", is_disentangled, not is_disentangled),
+        ("embeddings", "relative_norm", False, not is_disentangled),
         ("layer", "q_bias", False, separate),
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),
         ("layer", "qkv", not separate, separate),
@@ -484,24 +425,12 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
             ("layer", key, placement == "output", placement != "output")
             for key in ("attn_out_norm", "ffn_out_norm")
         ),
-        # Of the sums that a norm reads, which is the same for any multiple of them.
-        ("config", "residual_multiplier", False, placement in ("post", "output")),
-        ("config", "embedding_multiplier", False, not is_causal),
-        *(
-            ("config", key, False, not is_causal)
-            for key in ("logits_divisor", "logits_softcap", "is_causal", "is_bidirectional")
-        ),
+        *(("config", key, False, not is_causal) for key in ("is_causal", "is_bidirectional")),
         ("config", "windowed_rotary_theta", False, not is_rotary),
     ]
     _check_needed(where, table, needed)
     _check_choices(where, table)
     _check_feed_forward(where, table)
-    for key in ("relative_bias_buckets", "relative_bias_max_distance"):
-        if (key in table["config"]) + (key in architecture) != has_bias:
-            raise CheckpointError(
-                f"{where} {key} belongs to [config] or to [architecture], and goes with [config] "
-                "relative_bias_rows"
-            )
     if strange := set(architecture.get("biases", ())) - table["layer"].keys():
         raise CheckpointError(
             f"{where} [architecture] biases names {', '.join(sorted(strange))}, which [layer] has "
@@ -536,10 +465,7 @@ def _check_choices(where: str, table: dict[str, Any]) -> None:
     architecture, config = table["architecture"], table["config"]
     is_causal = architecture.get("causal", False)
     needed = [
-        ("config", "attention_softcap", False, architecture["positions"] == "disentangled"),
-        ("config", "query_pre_attn_scalar", False, "softmax_scale" in config),
         ("architecture", "scales_words", False, not is_causal),
-        ("architecture", "unmasked_window", False, not is_causal),
         ("architecture", "norm_offset", False, not _norm_kind(table).has_offset),
         ("architecture", "global_layer", False, "global_attention_period" not in config),
         ("architecture", "scaled_layers", False, "windowed_rotary_theta" not in config),
@@ -552,17 +478,14 @@ def _check_feed_forward(where: str, table: dict[str, Any]) -> None:
     config, layer, sparse = table["config"], table["layer"], table.get("sparse_layer", {})
     is_chosen, is_sparse = "gated_activation" in config, bool(sparse)
     is_fused = bool({"ffn_gate_up", "ffn_up_gate"} & layer.keys())
-    has_dense = not is_sparse or bool({"sparse_period", "dense_layers"} & config.keys())
+    has_dense = not is_sparse or "sparse_period" in config
     needed = [
         ("config", "activation", not is_chosen, is_chosen),
         ("layer", "ffn_gate", is_chosen, is_fused),
         ("layer", "ffn_in", has_dense and not is_fused, is_fused or not has_dense),
         ("layer", "ffn_out", has_dense, not has_dense),
         ("layer", "ffn_up_gate", False, "ffn_gate_up" in layer),
-        *(
-            ("config", key, False, not is_sparse)
-            for key in ("expert_size", "normalizes_experts", "sparse_period", "dense_layers")
-        ),
+        *(("config", key, False, not is_sparse) for key in ("normalizes_experts", "sparse_period")),
     ]
     _check_needed(where, table, needed)
     layouts = {"expert_in", "experts_in", "experts_gate_up"} & sparse.keys()

@@ -8,9 +8,6 @@ from bytetx.checkpoint.config import Values
 from bytetx.checkpoint.rope_spec import RotarySpec, read_rotary
 from bytetx.errors import CheckpointError
 
-# Terms of disentangled attention, by their names in config.json.
-_RELATIVE_TERMS = {"c2p": "pos_k", "p2c": "pos_q"}
-
 # Layer keys of [layer] that are linear layers, by the part that one choice of biases covers.
 QKV_LINEARS = ("q", "k", "v", "qkv")
 ATTENTION_LINEARS = (*QKV_LINEARS, "attn_out")
@@ -27,7 +24,7 @@ _GATES = ("gelu", "gelu_tanh", "silu")
 # Each head has a number for each distance, and no tensor confirms how many there are.
 _MAX_ALIBI_POSITIONS = 1 << 20
 
-_LOCAL, _GLOBAL = ("sliding_attention", "local"), ("full_attention", "global")
+_LOCAL = "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +106,8 @@ class LayerSpec:
     window_pattern: tuple[bool, ...]
     first_windowed_layer: int
     softmax_scale: float
-    scales_by_layer: bool
     final: Mapping[str, str]
+    scales_by_layer: bool = False
     windowed_rotary: RotarySpec | None = None
     rotary_pattern: tuple[bool, ...] = ()
     norm_bias: bool = True
@@ -182,29 +179,18 @@ def read_experts(
             f"config.json: {values.names['experts_per_token']} {top_k} is more than the "
             f"{num_experts} experts"
         )
-    period, dense = values.size("sparse_period", default=1), _dense_layers(values)
-    pattern = tuple((i + 1) % period == 0 and i not in dense for i in range(num_layers))
+    period = values.size("sparse_period", default=1)
+    pattern = tuple((i + 1) % period == 0 for i in range(num_layers))
     if not any(pattern):
         return None
     return ExpertSpec(
         num_experts=num_experts,
         top_k=top_k,
-        size=values.size("expert_size", default=intermediate_size),
+        size=intermediate_size,
         normalizes=values.switch("normalizes_experts", True),
         pattern=pattern,
         layer=table["sparse_layer"],
     )
-
-
-def _dense_layers(values: Values) -> set[int]:
-    """Layers that have no experts whatever the period says."""
-    key = values.names.get("dense_layers")
-    given = None if key is None else values.read(key)
-    if given is None:
-        return set()
-    if not isinstance(given, list) or not all(type(i) is int for i in given):
-        raise CheckpointError(f"config.json: {key} must list layers, got {str(given)[:200]}")
-    return set(given)
 
 
 def read_layers(
@@ -218,22 +204,14 @@ def read_layers(
             f"config.json: {values.activation_key} means {activation!r}, this family's gate "
             f"must be one of {', '.join(_GATES)}"
         )
-    placement = _norm_placement(values)
-    scale = head_dim**-0.5 if values.switch("scales_attention", True) else 1.0
-    if "softmax_scale" in values.names:
-        scale = values.number("softmax_scale")
-    elif "query_pre_attn_scalar" in values.names:
-        scale = values.number("query_pre_attn_scalar") ** -0.5
+    scale = architecture.get("softmax_scale", head_dim**-0.5)
     causal = architecture.get("causal", False)
     return LayerSpec(
         causal=causal and not is_bidirectional(values, table),
-        norm_placement=placement,
+        norm_placement=architecture["norm_placement"],
         norm=architecture["norm"],
         rotary=read_rotary(values, head_dim),
         windowed_rotary=read_rotary(values, head_dim, windowed=True),
-        rotary_pattern=_rotary_pattern(values, num_layers),
-        norm_bias=values.switch("norm_bias", True),
-        has_first_norm=architecture.get("has_first_norm", True),
         qk_norm=architecture.get("qk_norm", "head"),
         qkv=architecture.get("qkv", "separate"),
         weight_layout=architecture.get("weight_layout", "linear"),
@@ -241,14 +219,10 @@ def read_layers(
         window=_window(values, is_unmasked=causal and is_bidirectional(values, table)),
         window_pattern=_window_pattern(values, num_layers),
         first_windowed_layer=_first_windowed_layer(values),
-        softmax_scale=architecture.get("softmax_scale", scale / _num_terms(values) ** 0.5),
-        scales_by_layer=values.switch("scales_by_layer", False),
+        softmax_scale=scale,
         final=table.get("final", {}),
-        disentangled=_disentangled(values),
-        convolution=_convolution(values, table),
-        softcap=values.number_or_zero("attention_softcap"),
         norm_offset=float(architecture.get("norm_offset", 0)),
-        alibi=_alibi(values, scale=scale),
+        alibi=_alibi(values),
     )
 
 
@@ -268,13 +242,6 @@ def is_bidirectional(values: Values, table: Mapping[str, Any]) -> bool:
 def is_gated(layer: Mapping[str, str]) -> bool:
     """Whether the feed-forward of a family's [layer] has a gate."""
     return bool({"ffn_gate", "ffn_gate_up", "ffn_up_gate"} & layer.keys())
-
-
-def _norm_placement(values: Values) -> str:
-    placement = values.architecture["norm_placement"]
-    if not values.switch("parallel", True):
-        return "pre"
-    return placement if values.switch("pre_norm", True) else "post"
 
 
 def _biases(values: Values, layer: Mapping[str, str]) -> frozenset[str]:
@@ -299,14 +266,7 @@ def _window(values: Values, *, is_unmasked: bool) -> int:
     window = values.size_or_none("window") if values.switch("uses_window", True) else None
     if window is None:
         return 0
-    if not is_unmasked:
-        is_two_sided = values.architecture.get("window_sides") == "both"
-        return window // 2 + 1 if is_two_sided else window
-    is_shared = values.architecture.get("unmasked_window") == "both_sides"
-    if is_shared and values.switch("is_bidirectional", False):
-        window = window // 2 + 1
-        return window if values.switch("is_causal", True) else window + 1
-    return window + 1
+    return window + 1 if is_unmasked else window
 
 
 def _first_windowed_layer(values: Values) -> int:
@@ -321,8 +281,7 @@ def _first_windowed_layer(values: Values) -> int:
 
 def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer is windowed, where config.json lists the layers; else empty."""
-    kinds: list[Any] | None = None
-    key = values.names.get("layer_types") or values.names.get("attention_types")
+    key = values.names.get("layer_types")
     given = None if key is None else values.read(key)
     if given is None and "global_attention_period" in values.names:
         period = values.size("global_attention_period")
@@ -330,84 +289,18 @@ def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
         return tuple((i + first) % period > 0 for i in range(num_layers))
     if given is None:
         return ()
-    if "layer_types" in values.names:
-        kinds = given if isinstance(given, list) else None
-    else:
-        kinds = _expanded(given, num_layers)
-    known = (*_LOCAL, *_GLOBAL)
+    kinds = given if isinstance(given, list) else None
+    known = (_LOCAL, "full_attention")
     if kinds is None or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise CheckpointError(
             f"config.json: {key} must name {num_layers} layers' attention, each one of "
             f"{', '.join(known)}, got {str(given)[:200]}"
         )
-    return tuple(kind in _LOCAL for kind in kinds)
+    return tuple(kind == _LOCAL for kind in kinds)
 
 
-def _rotary_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer rotates, where a family has layers that do not; else empty."""
-    if "rotary_layers" not in values.names:
-        return ()
-    key = values.names["rotary_layers"]
-    given = values.read(key)
-    if given is None:
-        period = values.size("unrotated_period")
-        return tuple((i + 1) % period > 0 for i in range(num_layers))
-    if not isinstance(given, list) or len(given) != num_layers or set(given) - {0, 1}:
-        raise CheckpointError(
-            f"config.json: {key} must have 1 or 0 for each of {num_layers} layers, "
-            f"got {str(given)[:200]}"
-        )
-    return tuple(map(bool, given))
-
-
-def _relative_terms(values: Values) -> frozenset[str]:
-    """Return the terms of scores besides q . k: config.json lists it, or joins it with "|"."""
-    if "relative_terms" not in values.names:
-        return frozenset()
-    key = values.names["relative_terms"]
-    given = values.read(key)
-    named = given.lower().split("|") if isinstance(given, str) else given or []
-    stripped = [name.strip() if isinstance(name, str) else name for name in named]
-    if unknown := [name for name in stripped if name not in _RELATIVE_TERMS]:
-        raise CheckpointError(
-            f"config.json: {key} names {unknown[0]!r:.120}; bytetx runs "
-            f"{' and '.join(_RELATIVE_TERMS)}"
-        )
-    return frozenset(_RELATIVE_TERMS[name] for name in stripped)
-
-
-def _num_terms(values: Values) -> int:
-    return 1 + len(_relative_terms(values))
-
-
-def _disentangled(values: Values) -> DisentangledSpec | None:
-    terms = _relative_terms(values)
-    if not values.switch("relative_attention", False) or not terms:
-        return None
-    distance = values.integer("relative_max_distance")
-    buckets = max(values.integer("relative_log_buckets", 0), 0)
-    if distance < 1:
-        distance = values.size("max_position_embeddings")
-    if buckets and not 2 < buckets < 2 * (distance - 1):
-        raise CheckpointError(
-            f"config.json: {values.names['relative_log_buckets']} must be from 3 to "
-            f"{2 * (distance - 1) - 1} for distances up to {distance}, got {buckets}"
-        )
-    has_norm = "relative_norm" in values.names and "layer_norm" in str(
-        values.read(values.names["relative_norm"])
-    ).lower().split("|")
-    return DisentangledSpec(
-        terms=terms,
-        log_buckets=buckets,
-        max_distance=distance,
-        shares_projections=values.switch("relative_shares_projections", False),
-        has_norm=has_norm,
-    )
-
-
-def _alibi(values: Values, *, scale: float) -> AlibiSpec | None:
-    architecture = values.architecture
-    if architecture["positions"] != "alibi":
+def _alibi(values: Values) -> AlibiSpec | None:
+    if values.architecture["positions"] != "alibi":
         return None
     positions = values.max_positions(0)
     if positions > _MAX_ALIBI_POSITIONS:
@@ -415,37 +308,4 @@ def _alibi(values: Values, *, scale: float) -> AlibiSpec | None:
             f"config.json: {values.names['max_position_embeddings']} must be at most "
             f"{_MAX_ALIBI_POSITIONS} with ALiBi, got {positions}"
         )
-    return AlibiSpec(
-        dtype=architecture.get("alibi_dtype", "float32"),
-        scale=scale if architecture.get("scales_alibi", False) else 1.0,
-    )
-
-
-def _convolution(values: Values, table: Mapping[str, Any]) -> ConvolutionSpec | None:
-    size = values.integer("convolution_size", 0)
-    if size <= 0:
-        return None
-    groups = values.integer("convolution_groups")
-    if size % 2 == 0 or groups != 1:
-        raise CheckpointError(
-            f"config.json: a convolution of {size} tokens in {groups} groups is not supported; its "
-            "size must be odd and its groups 1"
-        )
-    stems = table["convolution"]
-    return ConvolutionSpec(
-        size, values.activation("convolution_activation"), stems["linear"], stems["norm"]
-    )
-
-
-def _expanded(groups: object, num_layers: int) -> list[Any] | None:
-    """GPT-Neo's [[kinds, repeats], ...] as one list; None where it is no such thing."""
-    kinds: list[Any] = []
-    for group in groups if isinstance(groups, list) else ():
-        match group:
-            case [[*names], int(repeats)] if 0 <= repeats * len(names) <= num_layers:
-                kinds += names * repeats
-            case _:
-                return None
-        if len(kinds) > num_layers:
-            return None
-    return kinds
+    return AlibiSpec()

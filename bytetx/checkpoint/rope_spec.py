@@ -74,15 +74,12 @@ def read_rotary(values: Values, head_dim: int, *, windowed: bool = False) -> Rot
     )
 
 
-def rotary_positions(rotary: RotarySpec, max_positions: int, *, is_scaled: bool) -> int:
-    """Tokens that a text may have: what the scaling stretches config.json's number to.
-
-    is_scaled: config.json's number counts what the scaling stretched.
-    """
+def rotary_positions(rotary: RotarySpec, max_positions: int) -> int:
+    """Tokens that a text may have: what the scaling stretches config.json's number to."""
     longest = max_positions
-    if rotary.scaling in ("linear", "dynamic") and not is_scaled:
+    if rotary.scaling in ("linear", "dynamic"):
         longest = int(max_positions * rotary.factor)
-    elif rotary.scaling == "yarn" and not is_scaled:
+    elif rotary.scaling == "yarn":
         longest = max(max_positions, int(rotary.original_positions * rotary.factor))
     if longest > _MAX_POSITIONS:
         raise CheckpointError(

@@ -107,7 +107,16 @@ BROKEN_CAUSAL = [
     ("modernbert", "ffn_gate_up =", 'ffn_in = "{i}"\nffn_gate_up =', "ffn_in does not belong"),
     ("modernbert", 'activation = "classifier"', 'activation = "own"', "activation is 'own'"),
     ("modernbert", '[final]\nnorm = "final_norm"', "", r"\[final\] goes with norm_placement pre"),
-    ("modernbert", 'window_sides = "both"', 'window_sides = "left"', "window_sides is 'left'"),
+    (
+        "modernbert",
+        'hook = "modernbert"',
+        'hook = "own"',
+        "hook is 'own', must be one of albert, deb",
+    ),
+    ("bert", "[config]", 'hook = "deberta"\n[config]', "disentangled and hook deberta go together"),
+    ("deberta", 'hook = "deberta"', "", "disentangled and hook deberta go together"),
+    ("deberta_v2", "relative =", "# relative =", "relative go together"),
+    ("mpnet", "relative_bias_buckets =", "# ", "relative_bias_buckets go together"),
     ("qwen3", "k_norm =", "# k_norm =", "q_norm and .* k_norm go together"),
     ("opt", "project_out =", "# project_out =", "project_in and .* project_out go together"),
     (
@@ -141,8 +150,8 @@ BROKEN_CAUSAL = [
     (
         "bert",
         "[config]",
-        '[config]\nlogits_divisor = "layer_norm_eps"',
-        "logits_divisor does not belong",
+        '[config]\nis_causal = "layer_norm_eps"',
+        "is_causal does not belong",
     ),
     ("mixtral", "expert_in =", "experts_in =", "expert_in and .* expert_out go together"),
     ("mixtral", "experts.{e}.w1", "experts.w1", r"\[sparse_layer\] expert_gate .* must hold \{e\}"),

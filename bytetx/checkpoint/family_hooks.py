@@ -1,0 +1,250 @@
+"""Hooks: what one family alone has, read from its config.json after all that families share.
+
+A family's file names one by `hook`; it takes the spec without it and returns the complete one.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from bytetx.checkpoint.config import Values
+from bytetx.checkpoint.layer_spec import AlibiSpec, ConvolutionSpec, DisentangledSpec
+from bytetx.checkpoint.model_spec import ModelSpec
+from bytetx.errors import CheckpointError
+
+# Terms of disentangled attention, by their names in config.json.
+_RELATIVE_TERMS = {"c2p": "pos_k", "p2c": "pos_q"}
+
+
+def _layers(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    return replace(spec, layer_spec=replace(spec.layer_spec, **changes))
+
+
+def albert(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Layers share sets of weights; the embedding is projected whatever its width."""
+    groups = values.common_size("num_hidden_groups")
+    per_group = values.common_size("inner_group_num")
+    if groups > spec.num_layers:
+        raise CheckpointError(
+            f"config.json: num_hidden_groups {groups} is more than the {spec.num_layers} layers "
+            "that share them"
+        )
+    return replace(
+        spec,
+        num_layers=spec.num_layers * per_group,
+        num_layer_groups=groups,
+        layers_per_group=per_group,
+        always_projects=True,
+    )
+
+
+def deberta(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Scores compare contents with relative positions; v2 may have a convolution."""
+    terms = _relative_terms(values)
+    relative = _disentangled(values, terms)
+    named = set() if relative is None or relative.shares_projections else relative.terms
+    unused = {"pos_k", "pos_q"} - named
+    embeddings, heads = dict(spec.embeddings), dict(spec.heads)
+    if not values.flag("position_biased_input"):
+        del embeddings["position"]
+    if "masked_lm" in heads and not values.flag("legacy"):
+        stem = "lm_predictions.lm_head"
+        heads["masked_lm"] = replace(
+            heads["masked_lm"],
+            dense=f"{stem}.dense",
+            norm=f"{stem}.LayerNorm",
+            decoder=f"{stem}.decoder.weight",
+            bias=f"{stem}.bias",
+        )
+    scale = spec.layer_spec.softmax_scale / (1 + len(terms)) ** 0.5
+    spec = _layers(
+        spec, disentangled=relative, convolution=_convolution(values), softmax_scale=scale
+    )
+    layer = {key: stem for key, stem in spec.layer.items() if key not in unused}
+    return replace(spec, embeddings=embeddings, heads=heads, layer=layer)
+
+
+def _relative_terms(values: Values) -> frozenset[str]:
+    """Return the terms of scores besides q . k: config.json lists it, or joins it with "|"."""
+    given = values.read("pos_att_type")
+    named = given.lower().split("|") if isinstance(given, str) else given or []
+    stripped = [name.strip() if isinstance(name, str) else name for name in named]
+    if unknown := [name for name in stripped if name not in _RELATIVE_TERMS]:
+        raise CheckpointError(
+            f"config.json: pos_att_type names {unknown[0]!r:.120}; bytetx runs "
+            f"{' and '.join(_RELATIVE_TERMS)}"
+        )
+    return frozenset(_RELATIVE_TERMS[name] for name in stripped)
+
+
+def _disentangled(values: Values, terms: frozenset[str]) -> DisentangledSpec | None:
+    if not values.flag("relative_attention") or not terms:
+        return None
+    distance = values.integer("max_relative_positions")
+    is_v2 = "position_buckets" in values.defaults
+    buckets = max(values.integer("position_buckets"), 0) if is_v2 else 0
+    if distance < 1:
+        distance = values.size("max_position_embeddings")
+    if buckets and not 2 < buckets < 2 * (distance - 1):
+        raise CheckpointError(
+            f"config.json: position_buckets must be from 3 to {2 * (distance - 1) - 1} for "
+            f"distances up to {distance}, got {buckets}"
+        )
+    return DisentangledSpec(
+        terms=terms,
+        log_buckets=buckets,
+        max_distance=distance,
+        shares_projections=is_v2 and values.flag("share_att_key"),
+        has_norm=is_v2 and "layer_norm" in str(values.read("norm_rel_ebd")).lower().split("|"),
+    )
+
+
+def _convolution(values: Values) -> ConvolutionSpec | None:
+    if "conv_kernel_size" not in values.defaults or values.integer("conv_kernel_size") <= 0:
+        return None
+    size, groups = values.integer("conv_kernel_size"), values.integer("conv_groups")
+    if size % 2 == 0 or groups != 1:
+        raise CheckpointError(
+            f"config.json: a convolution of {size} tokens in {groups} groups is not supported; its "
+            "size must be odd and its groups 1"
+        )
+    activation = values.activation("conv_act")
+    return ConvolutionSpec(size, activation, "encoder.conv.conv", "encoder.conv.LayerNorm")
+
+
+def falcon(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Falcon RW's slopes are rounded, and scaled as scores are."""
+    if spec.layer_spec.alibi is None:
+        return spec
+    return _layers(spec, alibi=AlibiSpec("bfloat16", spec.layer_spec.softmax_scale))
+
+
+def gemma2(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Scores and logits are cut off softly; scores are scaled by a number of config.json."""
+    spec = _layers(
+        spec,
+        softmax_scale=values.positive("query_pre_attn_scalar") ** -0.5,
+        softcap=_positive_or_zero(values, "attn_logit_softcapping"),
+    )
+    return replace(spec, logits_softcap=_positive_or_zero(values, "final_logit_softcapping"))
+
+
+def gemma3(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Positions are counted after scaling; EmbeddingGemma's windows have half on either side."""
+    spec = replace(gemma2(values, spec), max_positions=values.max_positions(0))
+    window = spec.layer_spec.window  # without a causal mask: that of each side, and the token
+    if not window or not values.flag("use_bidirectional_attention"):
+        return spec
+    half = (window - 1) // 2 + 1
+    return _layers(spec, window=half if values.flag("is_causal") else half + 1)
+
+
+def _positive_or_zero(values: Values, key: str) -> float:
+    return 0.0 if values.read(key) is None else values.positive(key)
+
+
+def gpt2(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Scores may be left unscaled, or be divided by the layer's number, too."""
+    spec = gpt_bigcode(values, spec)
+    return _layers(spec, scales_by_layer=values.flag("scale_attn_by_inverse_layer_idx"))
+
+
+def gpt_bigcode(values: Values, spec: ModelSpec) -> ModelSpec:
+    return spec if values.flag("scale_attn_weights") else _layers(spec, softmax_scale=1.0)
+
+
+def gpt_neo(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Layers are local or global, as a list of (kinds, repeats) says."""
+    groups, kinds = values.read("attention_types"), []
+    for group in groups if isinstance(groups, list) else ():
+        match group:
+            case [[*names], int(repeats)] if 0 <= repeats * len(names) <= spec.num_layers:
+                kinds += names * repeats
+            case _:
+                kinds = []
+                break
+    if len(kinds) != spec.num_layers or any(kind not in ("local", "global") for kind in kinds):
+        raise CheckpointError(
+            f"config.json: attention_types must name {spec.num_layers} layers' attention, each one "
+            f"of local, global, got {str(groups)[:200]}"
+        )
+    return _layers(spec, window_pattern=tuple(kind == "local" for kind in kinds))
+
+
+def gpt_neox(values: Values, spec: ModelSpec) -> ModelSpec:
+    """The feed-forward layer is beside attention, or follows it."""
+    is_parallel = values.flag("use_parallel_residual")
+    return spec if is_parallel else _layers(spec, norm_placement="pre")
+
+
+def granite(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Embeddings, residuals, scores and logits are scaled."""
+    return replace(
+        _layers(spec, softmax_scale=values.positive("attention_multiplier")),
+        embedding_multiplier=values.positive("embedding_multiplier"),
+        residual_multiplier=values.positive("residual_multiplier"),
+        logits_divisor=values.positive("logits_scaling"),
+    )
+
+
+def modernbert(values: Values, spec: ModelSpec) -> ModelSpec:
+    """The first layer has no norm before it; a window has half of it on either side."""
+    window = spec.layer_spec.window and spec.layer_spec.window // 2 + 1
+    has_bias = values.flag("norm_bias")
+    return _layers(spec, has_first_norm=False, norm_bias=has_bias, window=window)
+
+
+def opt(values: Values, spec: ModelSpec) -> ModelSpec:
+    """The table of positions begins with two unused rows; OPT-350m norms after each half."""
+    spec = replace(spec, first_position_row=2)
+    is_pre = values.flag("do_layer_norm_before")
+    return spec if is_pre else _layers(spec, norm_placement="post")
+
+
+def qwen3_moe(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Experts have a size of their own, and some layers none."""
+    if spec.experts is None:
+        return spec
+    dense = values.read("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise CheckpointError(
+            f"config.json: mlp_only_layers must list layers, got {str(dense)[:200]}"
+        )
+    size = values.common_size("moe_intermediate_size")
+    pattern = tuple(has and i not in dense for i, has in enumerate(spec.experts.pattern))
+    experts = replace(spec.experts, size=size, pattern=pattern) if any(pattern) else None
+    return replace(spec, experts=experts)
+
+
+def smollm3(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Some layers rotate nothing: a list says which, or one in so many."""
+    given, num_layers = values.read("no_rope_layers"), spec.num_layers
+    if given is None:
+        period = values.common_size("no_rope_layer_interval")
+        return _layers(spec, rotary_pattern=tuple((i + 1) % period > 0 for i in range(num_layers)))
+    if not isinstance(given, list) or len(given) != num_layers or set(given) - {0, 1}:
+        raise CheckpointError(
+            f"config.json: no_rope_layers must have 1 or 0 for each of {num_layers} layers, "
+            f"got {str(given)[:200]}"
+        )
+    return _layers(spec, rotary_pattern=tuple(map(bool, given)))
+
+
+Hook = Callable[[Values, ModelSpec], ModelSpec]
+_HOOKS: tuple[Hook, ...] = (
+    albert,
+    deberta,
+    falcon,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_bigcode,
+    gpt_neo,
+    gpt_neox,
+    granite,
+    modernbert,
+    opt,
+    qwen3_moe,
+    smollm3,
+)
+HOOKS = {hook.__name__: hook for hook in _HOOKS}
