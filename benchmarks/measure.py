@@ -14,7 +14,9 @@ import torch
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.ops.disentangled import log_buckets
-from bytetx.ops.linear import linear, prepare_linear, quantize_linear
+from bytetx.ops.int8_linear import prepare_int8_linear
+from bytetx.ops.linear import prepare_linear
+from bytetx.ops.weight import Weight
 
 # Rows of the GEMMs that the rate is taken from: the best of a small and a large packed batch.
 _RATE_ROWS = (1024, 4096)
@@ -106,16 +108,15 @@ def gemm_flops(spec: ModelSpec, dtype: torch.dtype, *, is_int8: bool = False) ->
     hidden, inner = spec.hidden_size, spec.intermediate_size
     shapes = [(3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner)]
     plain = (torch.randn(n, k).to(dtype) for n, k in shapes)
-    weights = [prepare_linear(weight, prepack=not is_int8) for weight in plain]
-    if is_int8:
-        weights = [quantize_linear(weight) for weight in weights]
+    dense = [prepare_linear(weight, prepack=not is_int8) for weight in plain]
+    weights: list[Weight] = [prepare_int8_linear(w) if is_int8 else w for w in dense]
     best = 0.0
     for rows in _RATE_ROWS:
         inputs = [torch.randn(rows, k).to(dtype) for _, k in shapes]
 
         def layer(inputs: list[torch.Tensor] = inputs) -> None:
             for x, weight in zip(inputs, weights, strict=True):
-                linear(x, weight)
+                weight.matmul(x)
 
         layer()
         flop = sum(2 * rows * n * k for n, k in shapes)

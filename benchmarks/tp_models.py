@@ -13,7 +13,8 @@ from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.kv_cache import KvCache, allocate_cache
-from bytetx.nn.layers import Layers, LayerWeights
+from bytetx.nn.layer import LayerWeights
+from bytetx.nn.layers import Layers
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops.gated import prepare_gated
@@ -95,20 +96,10 @@ def shared_layers(spec: ModelSpec, group: TpGroup, *, count: int, dtype: torch.d
 def without_kernels(share: Share, blocks: Blocks) -> Share:
     """The same weights for cuBLAS: every linear layer takes its reference path."""
 
-    def plain(w: Weight) -> Weight:
-        return w.with_dense(replace(w.dense, has_kernel=False))
+    def plain(layer: LayerWeights) -> LayerWeights:
+        return layer.converted(lambda w: replace(w, has_kernel=False))
 
-    def plain_layer(layer: LayerWeights) -> LayerWeights:
-        assert layer.ffn_in is not None and layer.ffn_out is not None  # no model here has experts
-        return replace(
-            layer,
-            qkv=plain(layer.qkv),
-            attn_out=plain(layer.attn_out),
-            ffn_in=plain(layer.ffn_in),
-            ffn_out=plain(layer.ffn_out),
-        )
-
-    return Share(share.spec, blocks, list(map(plain_layer, share.layers)))
+    return Share(share.spec, blocks, list(map(plain, share.layers)))
 
 
 def layers_run(share: Share, batch: PackedBatch, cache: KvCache | None) -> Run:

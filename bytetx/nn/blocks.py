@@ -3,11 +3,14 @@
 bytetx/nn/sharded_blocks.py runs the same calls where the ranks of a group share the layers.
 """
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.layer import LayerWeights
+from bytetx.nn.weight_gather import WeightGather
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import fuses_residual
 from bytetx.ops.row_norm import RowNorm
@@ -81,26 +84,6 @@ class Rows(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class LayerGather(Protocol):
-    """Gathers layers whose weights are sharded over ranks: bytetx.nn.weight_gather.WeightGather."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def is_capturable(self) -> bool: ...
-
-    def connect(self) -> None: ...
-
-    def prepare(self) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def enter(self, i: int) -> None: ...
-
-    def end(self) -> None: ...
-
-
 class Blocks(Protocol):
     """num_heads, num_kv_heads: of this rank.  shard: what it has of the model; None: all of it.
 
@@ -125,7 +108,14 @@ class Blocks(Protocol):
     def hidden(self) -> range | None: ...
 
     @property
-    def weight_gather(self) -> LayerGather | None: ...
+    def weight_gather(self) -> WeightGather | None: ...
+
+    def sync_kernel_support(self, layers: Iterable[LayerWeights]) -> None:
+        """Once all ranks have loaded: kernels that wait for all ranks run on all, or on none.
+
+        layers: this rank's.  All ranks call it.
+        """
+        ...
 
     def begin(self, total_tokens: int) -> Rows:
         """The rows of a pass of so many tokens in total."""
@@ -142,11 +132,14 @@ class LocalBlocks:
     shard: ModelShard | None = None
     is_capturable = True
     hidden: range | None = None
-    weight_gather: LayerGather | None = None
+    weight_gather: WeightGather | None = None
     embed = staticmethod(embed)
 
     def __init__(self, spec: ModelSpec):
         self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
+
+    def sync_kernel_support(self, layers: Iterable[LayerWeights]) -> None:
+        pass
 
     def begin(self, total_tokens: int) -> Rows:
         return self

@@ -1,13 +1,11 @@
 """Blocks whose hidden features are divided over ranks: the x axis of a grid, beside its y."""
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.blocks import Rows
 from bytetx.nn.sharded_blocks import ShardedBlocks, ShardedRows
-from bytetx.ops.linear import linear
+from bytetx.ops.linear import taken
 from bytetx.ops.row_norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import feature_offsets, local_range, shard_model
@@ -39,19 +37,16 @@ class _FeatureRows(ShardedRows):
         self._features, self._x = blocks, blocks.x_group
 
     def enter(self, x: Tensor) -> Tensor:
-        hidden = self._features.hidden
-        assert hidden is not None  # FeatureBlocks has it
-        return x[:, hidden.start : hidden.stop].contiguous()
+        return taken(x, self._features.hidden, dim=1)
 
     def gather(self, x: Tensor) -> Tensor:
         return self._x.all_gather_columns(x, self._features.hidden_offsets)
 
     def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
         """The bias and the activation follow the sum over x."""
-        plain = w.dense
-        summed = self._x.all_reduce(linear(x, replace(plain, bias=None)))
-        if plain.bias is not None:
-            summed += plain.bias
+        summed = self._x.all_reduce(w.product(x))
+        if w.sum_bias is not None:
+            summed += w.sum_bias
         return w.activated(summed.to(x.dtype), activation)
 
     def row_parallel(
@@ -92,5 +87,4 @@ class _FeatureRows(ShardedRows):
     def _sum(self, x: Tensor, w: Weight, *, partial: Tensor | None) -> Tensor:
         """The product's sum over y, with the bias: this rank's hidden features of it."""
         summed = self._collectives.all_reduce(w.matmul(x, residual=partial))
-        bias = w.dense.sum_bias
-        return summed if bias is None else summed + bias
+        return summed if w.sum_bias is None else summed + w.sum_bias

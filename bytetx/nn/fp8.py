@@ -9,7 +9,6 @@ the weights alone (inner_bound). E4M3 is a floating-point format: a scale that i
 large costs three of the 15 binary orders of magnitude that it spans, and no digit.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
-from bytetx.nn.layers import LayerWeights
+from bytetx.nn.layer import LayerWeights
 from bytetx.ops import native
 from bytetx.ops.fp8_linear import (
     Fp8LinearWeight,
@@ -55,12 +54,6 @@ def check(spec: ModelSpec, device: torch.device) -> None:
         raise OptionError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")
 
 
-def quantize(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
-    """The layers of a model that check lets pass."""
-    last = len(layers) - 1
-    return [quantize_layer(layer, is_last=i == last) for i, layer in enumerate(layers)]
-
-
 class Fp8Norm(LayerNorm):
     """A norm whose rows an FP8 GEMM reads: it writes them in E4M3 as well."""
 
@@ -77,18 +70,17 @@ class Fp8Norm(LayerNorm):
         return d
 
 
-def quantize_layer(w: LayerWeights, *, is_last: bool) -> LayerWeights:
-    """A layer that multiplies E4M3; plain weights come in, f16 or bf16."""
-    # FP8 is for dense post-norm layers, which have all of these.
-    assert w.ffn_in is not None and w.ffn_norm is not None
-    assert w.ffn_out is not None and w.attn_norm is not None
-    inner_scale = inner_bound(w.ffn_in.dense, w.attn_norm) * _MARGIN / FP8_MAX
-    out = _quantized(w.ffn_out)
+def quantize(w: LayerWeights, is_last: bool) -> LayerWeights:
+    """A layer of a model that check lets pass; plain weights come in, f16 or bf16."""
+    assert w.attn_norm is not None and w.ffn_norm is not None  # those of post-norm layers
+    qkv, _, ffn_in, ffn_out = w.linears
+    inner_scale = inner_bound(ffn_in.dense, w.attn_norm) * _MARGIN / FP8_MAX
+    out = _quantized(ffn_out)
     return replace(
         w,
-        qkv=_quantized(w.qkv),
+        qkv=_quantized(qkv),
         attn_norm=_fp8_norm(w.attn_norm),
-        ffn_in=replace(_quantized(w.ffn_in), out_scale=inner_scale),
+        ffn_in=replace(_quantized(ffn_in), out_scale=inner_scale),
         ffn_out=replace(out, scale=out.scale * inner_scale),
         # No GEMM reads the rows of the last layer's norm: it needs no E4M3 copy.
         ffn_norm=w.ffn_norm if is_last else _fp8_norm(w.ffn_norm),

@@ -62,8 +62,7 @@ def grid_placement(local: Transformer, group: TpGroup) -> RankPlacement:
     All ranks call this, once all have loaded.
     """
     blocks, axes = local.blocks, group.axes
-    if isinstance(blocks, ShardedBlocks):
-        blocks.sync_kernel_support(local.layers.weights)
+    blocks.sync_kernel_support(local.layers.weights)
     if blocks.weight_gather is not None:
         blocks.weight_gather.connect()
     graphs = None

@@ -4,16 +4,13 @@ All linear layers of a layer: rows are rounded one by one as a GEMM reads them, 
 calibrated and a text's result depends on no other text. Heads and embeddings stay as they are.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import torch
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
-from bytetx.nn.layers import LayerWeights
-from bytetx.ops.int8_linear import why_no_int8_linear
-from bytetx.ops.linear import has_cpu_bf16, quantize_linear
+from bytetx.nn.layer import LayerWeights
+from bytetx.ops.int8_linear import prepare_int8_linear, why_no_int8_linear
+from bytetx.ops.linear import has_cpu_bf16
 
 
 def takes_int8(spec: ModelSpec) -> bool:
@@ -45,16 +42,6 @@ def activation_dtype() -> torch.dtype:
     return torch.bfloat16 if has_cpu_bf16() else torch.float32
 
 
-def quantize(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
-    """The layers of a model that check lets pass."""
-    return [_quantize_layer(layer) for layer in layers]
-
-
-def _quantize_layer(w: LayerWeights) -> LayerWeights:
-    """A layer that multiplies 8-bit integers; plain weights come in, f32 or bf16."""
-    linears = (w.qkv, w.attn_out, w.ffn_in, w.ffn_out)
-    qkv, attn_out, ffn_in, ffn_out = (
-        None if one is None else one.with_dense(quantize_linear(one.dense)) for one in linears
-    )
-    assert qkv is not None and attn_out is not None  # every layer has them
-    return replace(w, qkv=qkv, attn_out=attn_out, ffn_in=ffn_in, ffn_out=ffn_out)
+def quantize(layer: LayerWeights, is_last: bool) -> LayerWeights:
+    """A layer of a model that check lets pass; plain weights come in, f32 or bf16."""
+    return layer.converted(prepare_int8_linear)

@@ -16,15 +16,16 @@ from bytetx.checkpoint.weights import Part
 from bytetx.nn.alibi import model_slopes
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import load_convolution
-from bytetx.nn.layers import Layers, LayerWeights
+from bytetx.nn.layer import LayerWeights
+from bytetx.nn.layers import Layers
 from bytetx.nn.quantization import WEIGHT_FORMATS
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader
-from bytetx.nn.weight_gather import LayerShard, WeightGather
+from bytetx.nn.weight_gather import LayerShard
 from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight
-from bytetx.ops.linear import LinearWeight
+from bytetx.ops.linear import LinearWeight, prepack_linear
 from bytetx.ops.row_norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import features
@@ -47,12 +48,11 @@ def load_layers(
     quantization: of what the layers multiply.
     """
     layer_spec, final_norm, indices = spec.layer_spec, None, range(spec.num_layers)
-    reader = _LayerReader(spec, load, blocks, positions=load_positions(spec, load))
+    positions = load_positions(spec, load)
+    reader = _LayerReader(spec, load, blocks, positions=positions, quantization=quantization)
     if layer_spec.norm_placement != "post":
         final_norm = reader.norm(layer_spec.final["norm"], spec.hidden_size)
     weights = reader.layers()
-    if quantization is not None:
-        weights = WEIGHT_FORMATS[quantization].quantize(weights)
     # Made last: by now the tensors have shown that the sizes are true.
     rotations = {layer_spec.rotary_of(i) for i in indices} - {None}
     tables = {
@@ -165,12 +165,17 @@ class _LayerReader:
         blocks: Blocks,
         *,
         positions: torch.Tensor | None = None,
+        quantization: str | None = None,
     ):
         """positions: the table of relative positions of disentangled attention."""
         self.positions = positions
-        self.spec, self.layer_spec, self.load = spec, spec.layer_spec, load
-        self.num_heads, self.shard = blocks.num_heads, blocks.shard
+        self.spec, self.layer_spec, self.shard = spec, spec.layer_spec, blocks.shard
         self.hidden, self.weight_gather = blocks.hidden, blocks.weight_gather
+        self.format = None if quantization is None else WEIGHT_FORMATS[quantization]
+        # Plain weights are divided, or rounded, before they are laid out for a CPU.
+        is_last_layout = (self.format, self.hidden, self.weight_gather) == (None, None, None)
+        self.load = load if is_last_layout else load.plain()
+        self.prepack = load.prepack and self.format is None and self.weight_gather is None
         # Features that are read; None: all.
         self.heads: range | None = None
         self.kv_heads: range | None = None
@@ -184,20 +189,31 @@ class _LayerReader:
     def layers(self) -> list[LayerWeights]:
         """All layers; those that share their tensors share what is read."""
         names = [self.spec.layer_names(i)["attn_out"] for i in range(self.spec.num_layers)]
-        gather = self.weight_gather
-        if gather is not None:
-            assert isinstance(gather, WeightGather)  # the one kind there is
-            shards: dict[str, LayerShard] = {}
-            num_layers = len(set(names))
-            for i, name in enumerate(names):
-                if name not in shards:
-                    shards[name] = gather.keep(self.layer(i), num_layers=num_layers)
-            return [gather.place(shards[name]) for name in names]
-        read: dict[str, LayerWeights] = {}
-        for i, name in enumerate(names):
-            if name not in read:
-                read[name] = self.layer(i)
-        return [read[name] for name in names]
+        last = None if self.format is None else self.spec.num_layers - 1
+        keys = [(name, i == last) for i, name in enumerate(names)]
+        gather, num_kept = self.weight_gather, len(set(keys))
+        read: dict[tuple[str, bool], LayerWeights] = {}
+        shards: dict[tuple[str, bool], LayerShard] = {}
+        for i, key in enumerate(keys):
+            if key in read or key in shards:
+                continue
+            layer = self._in_format(self.layer(i), is_last=i == last)
+            if gather is None:
+                read[key] = layer
+            else:
+                shards[key] = gather.keep(layer, num_layers=num_kept)
+        if gather is None:
+            return [read[key] for key in keys]
+        return [gather.place(shards[key]) for key in keys]
+
+    def _in_format(self, layer: LayerWeights, *, is_last: bool) -> LayerWeights:
+        """A layer with plain weights in the kinds that are asked for."""
+        if self.format is not None:
+            layer = self.format.quantize(layer, is_last)
+        if self.hidden is None:
+            return layer
+        layer = layer.shard(self.hidden)
+        return layer.converted(prepack_linear) if self.prepack else layer
 
     def layer(self, i: int) -> LayerWeights:
         spec = self.spec
@@ -374,7 +390,6 @@ class _LayerReader:
         experts, hidden = self.spec.experts, self.spec.hidden_size
         assert experts is not None  # the spec says that this layer has some
         router = self.load.tensor(f"{names['router']}.weight", (experts.num_experts, hidden))
-        first: tuple[Weight, ...]
         stacks = None
         if "experts_gate_up" in names:
             first, out, stacks = self._experts_of_modules(names, experts)
@@ -396,9 +411,7 @@ class _LayerReader:
         )
         return stack_experts(weight, stacks=stacks)
 
-    def _expert(
-        self, names: dict[str, str], experts: ExpertSpec, e: int
-    ) -> tuple[Weight, LinearWeight]:
+    def _expert(self, names: dict[str, str], experts: ExpertSpec, e: int) -> tuple[Weight, Weight]:
         """One expert whose tensors are its own."""
         local = _ranges(self.expert_inner)
 
@@ -417,7 +430,7 @@ class _LayerReader:
 
     def _stacked_expert(
         self, names: dict[str, str], experts: ExpertSpec, e: int
-    ) -> tuple[LinearWeight, LinearWeight]:
+    ) -> tuple[Weight, Weight]:
         """One expert of tensors [num_experts * inner, hidden_size] that hold all of them; both
         have a row for each inner feature."""
         local = range(experts.size) if self.expert_inner is None else self.expert_inner
@@ -431,9 +444,7 @@ class _LayerReader:
 
     def _experts_of_modules(
         self, names: dict[str, str], experts: ExpertSpec
-    ) -> tuple[
-        tuple[GatedWeight, ...], tuple[LinearWeight, ...], tuple[torch.Tensor, torch.Tensor]
-    ]:
+    ) -> tuple[tuple[Weight, ...], tuple[Weight, ...], tuple[torch.Tensor, torch.Tensor]]:
         """(first, out, both layers' tensors) as transformers' classes hold them, all in two
         tensors: [num_experts, 2 * inner, hidden_size], gates first, and
         [num_experts, hidden_size, inner]."""
@@ -494,10 +505,6 @@ class _LayerReader:
         weight = self.load.tensor(f"{names[key]}.weight", shape, part=part)
         if is_transposed:
             weight = weight.t().contiguous()
-        hidden = self.hidden
-        if hidden is not None:
-            weight = weight.narrow(int(inputs is None), hidden.start, len(hidden)).contiguous()
-            bias_part = bias_part if inputs is None else Part(0, (hidden,))
         if key not in self.layer_spec.biases:
             return weight, None
         return weight, self.load.tensor(f"{names[key]}.bias", (n,), part=bias_part)

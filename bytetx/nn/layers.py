@@ -10,6 +10,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.blocks import Blocks, Rows
 from bytetx.nn.convolution import Convolution, neighbors
 from bytetx.nn.kv_cache import KvCache, LayerCache
+from bytetx.nn.layer import LayerWeights
 from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import VARLEN_ATTENTION, AttentionCalls, require_bias
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention
@@ -26,28 +27,6 @@ from bytetx.packed import PackedBatch
 OnLayer = Callable[[torch.Tensor], None]
 OnKv = Callable[[torch.Tensor, torch.Tensor], None]
 Pause = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer; ffn_norm is None where a parallel layer has one norm for both halves, and both
-    norms are where the results of the halves are normed instead."""
-
-    qkv: Weight  # rows of q, then k, then v, unless Layers.is_interleaved
-    attn_out: Weight
-    attn_norm: RowNorm | None  # None as well where the first of pre-norm layers has none
-    ffn_in: Weight | None  # this and ffn_out are None where the layer has experts
-    ffn_out: Weight | None
-    ffn_norm: RowNorm | None
-    q_norm: RowNorm | None = None
-    k_norm: RowNorm | None = None
-    # Norms of a block's output, before the residual is added.
-    attn_out_norm: RowNorm | None = None
-    ffn_out_norm: RowNorm | None = None
-    # Position projections of disentangled attention, [num_buckets, num_heads, head_dim] each.
-    pos_k: torch.Tensor | None = None
-    pos_q: torch.Tensor | None = None
-    experts: ExpertsWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -480,15 +480,13 @@ def _load_model(
     reader = StagedReader(device) if device.type == "cuda" else None
     if reader is not None:
         weights = weights.read_by(reader)
-    # A weight that is gathered has the plain layout.
-    prepacks_layers = prepack and (blocks is None or blocks.weight_gather is None)
     try:
         transformer = Transformer.from_tensors(
             spec,
             weights,
             dtype=dtype,
             device=device,
-            prepack=prepacks_layers and quantization is None,
+            prepack=prepack,
             blocks=blocks,
             quantization=quantization,
             batch_invariant=batch_invariant,

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from bytetx.nn.blocks import LocalBlocks
 from bytetx.nn.kv_cache import KvCache, LayerCache
-from bytetx.nn.layers import LayerWeights
+from bytetx.nn.layer import LayerWeights
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.decode_step import StepLayer, StepWeights, decode_step, make_workspace
 from bytetx.ops.gated import BLOCK
@@ -122,6 +122,6 @@ def _step_layer(w: LayerWeights, pages: LayerCache) -> StepLayer | None:
 
 def _plain(w: Weight | None) -> Tensor | None:
     """A weight alone: the kernel adds no bias and takes no other layout."""
-    if w is None or w.dense.bias is not None or w.dense.is_prepacked or w.dense.int8 is not None:
+    if w is None or not w.is_plain or w.dense.bias is not None:
         return None
     return w.dense.weight

@@ -1,13 +1,13 @@
 """dtypes that name what GEMMs multiply, not what hidden states are: which model, which weights."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn import fp8, int8
-from bytetx.nn.layers import LayerWeights
+from bytetx.nn.layer import LayerWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,12 @@ class WeightFormat:
     """Kind of weights that layers multiply where a dtype names it.
 
     check: raises OptionError where a model's layers cannot run so on a device.
-    quantize: the layers from plain ones.  dtype: of everything else; None: as of "auto".
+    quantize: (a layer with plain weights, whether it is the last one) -> the layer.
+    dtype: of everything else; None: as of "auto".
     """
 
     check: Callable[[ModelSpec, torch.device], None]
-    quantize: Callable[[Sequence[LayerWeights]], list[LayerWeights]]
+    quantize: Callable[[LayerWeights, bool], LayerWeights]
     dtype: Callable[[], torch.dtype] | None = None
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import LayerGather, LocalBlocks, Rows
-from bytetx.nn.layers import LayerWeights
+from bytetx.nn.blocks import LocalBlocks, Rows
+from bytetx.nn.layer import LayerWeights
+from bytetx.nn.weight_gather import WeightGather
 from bytetx.ops.comm_gemm import (
     all_gather_gemm,
     column_gemm,
@@ -29,7 +30,7 @@ class ShardedBlocks:
     is_capturable = True
     shard: ModelShard | None
     hidden: range | None = None
-    weight_gather: LayerGather | None = None
+    weight_gather: WeightGather | None = None
 
     def __init__(self, spec: ModelSpec, group: TpGroup, shard: ModelShard):
         self.num_heads, self.num_kv_heads = len(shard.heads), len(shard.kv_heads)
@@ -161,20 +162,20 @@ class ShardedRows:
         if self._offsets is None:
             return gemm_all_reduce(
                 x,
-                w.dense,
+                w,
                 peers=self._peers,
                 residual=residual,
-                bias=w.dense.sum_bias,
+                bias=w.sum_bias,
                 partial=partial,
                 norm=norm,
             )
         return gemm_reduce_scatter(
             x,
-            w.dense,
+            w,
             peers=self._peers,
             row_offsets=self._offsets,
             residual=residual,
-            bias=w.dense.sum_bias,
+            bias=w.sum_bias,
             partial=partial,
             norm=norm,
         )

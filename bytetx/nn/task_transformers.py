@@ -78,7 +78,7 @@ class TaskTransformers:
             self._weights.changed(added),
             dtype=word.dtype,
             device=device,
-            prepack=device.type == "cpu" and self._quantization is None,
+            prepack=device.type == "cpu",
         )
         blocks = LocalBlocks(spec)
         token_type = base.embeddings.token_type

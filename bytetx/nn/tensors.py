@@ -1,6 +1,7 @@
 """Named tensors of a checkpoint -> weights in the model's dtype, on its device, checked."""
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import replace
 from itertools import islice
 
@@ -36,6 +37,12 @@ class TensorLoader:
         """
         self.tensors, self.dtype, self.device, self.prepack = tensors, dtype, device, prepack
         self.shares, self.batch_invariant = shares, batch_invariant
+
+    def plain(self) -> "TensorLoader":
+        """The same loader, whose linear layers are not laid out for a CPU."""
+        loader = copy(self)
+        loader.prepack = False
+        return loader
 
     def require(self, names: Iterable[str]) -> None:
         """Raises CheckpointError that lists every name the checkpoint lacks."""

@@ -1,19 +1,17 @@
 """WeightGather: layers whose linear weights are divided over ranks and gathered a layer ahead."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from bytetx.nn.layers import LayerWeights
-from bytetx.ops.weight import Weight
+from bytetx.nn.layer import LayerWeights
+from bytetx.ops.linear import LinearWeight, tensors_bytes
 from bytetx.parallel.grid import gathered_numbers
 from bytetx.parallel.tp import GroupCollectives, Work
 from bytetx.runtime.on_stream import OnStream
 
-# Of a layer, in the order in which their weights lie in a shard.
-_LINEARS = ("qkv", "attn_out", "ffn_in", "ffn_out")
 _NUM_SLOTS = 2  # the layer that runs, and the one that is being gathered
 
 
@@ -69,7 +67,7 @@ class WeightGather:
 
         num_layers: that will be kept in all.
         """
-        weights = [getattr(layer, name).dense.weight for name in _LINEARS]
+        weights = [w.dense.weight for w in layer.linears]
         count = sum(weight.numel() for weight in weights)
         padded = gathered_numbers(count, self._group.size)
         flat = weights[0].new_zeros(padded)
@@ -86,7 +84,7 @@ class WeightGather:
         self._num_kept += 1
         shard = self._place_of(index, own).copy_(own)
         shapes = tuple(weight.shape for weight in weights)
-        return LayerShard(_with_weights(layer, [shard.new_empty(0)] * 4), shard, shapes, index)
+        return LayerShard(_with_weights(layer, [shard.new_empty(0)] * 4, 1), shard, shapes, index)
 
     def _place_of(self, index: int, own: Tensor) -> Tensor:
         """Where the shard kept as number `index` lies."""
@@ -102,7 +100,7 @@ class WeightGather:
         numbers = [shape.numel() for shape in shard.shapes]
         views = slot[: sum(numbers)].split(numbers)
         weights = [v.view(shape) for v, shape in zip(views, shard.shapes, strict=True)]
-        return _with_weights(shard.layer, weights)
+        return _with_weights(shard.layer, weights, self._group.size)
 
     def connect(self) -> None:
         """Once all ranks have loaded, which all call it: from now on each copies by itself."""
@@ -202,9 +200,25 @@ class ShardCopies:
         torch.cuda.current_stream().wait_stream(self._side)
 
 
-def _with_weights(layer: LayerWeights, weights: list[Tensor]) -> LayerWeights:
-    found: dict[str, Weight] = {}
-    for name, weight in zip(_LINEARS, weights, strict=True):
-        w: Weight = getattr(layer, name)
-        found[name] = w.with_dense(replace(w.dense, weight=weight))
-    return replace(layer, **found)  # type: ignore[arg-type]  # of the same types
+@dataclass(frozen=True, slots=True)
+class GatheredWeight(LinearWeight):
+    """A matrix that lies in a slot while its layer runs; num_ranks hold a part of it each."""
+
+    num_ranks: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return tensors_bytes(self) - self.weight.nbytes + self.weight.nbytes // self.num_ranks
+
+    def shard(self, *, outputs: range | None = None, inputs: range | None = None) -> LinearWeight:
+        raise TypeError("a gathered weight is divided over its ranks already")
+
+
+def _with_weights(layer: LayerWeights, weights: list[Tensor], num_ranks: int) -> LayerWeights:
+    places = iter(weights)
+
+    def gathered(w: LinearWeight) -> LinearWeight:
+        own = {one.name: getattr(w, one.name) for one in fields(w) if one.init}
+        return GatheredWeight(**{**own, "weight": next(places), "num_ranks": num_ranks})
+
+    return layer.converted(gathered)

@@ -8,18 +8,17 @@ Source: Flux (arXiv 2406.06858), sections 3 and 4.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from bytetx.ops import comm_copies, comm_kernels, reference
-from bytetx.ops.check import require_tensor
+from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.comm_epilogue import SumEpilogue
 from bytetx.ops.comm_plan import CommPlan, Layer, Op, plan_comm
 from bytetx.ops.comm_workspace import Workspace
-from bytetx.ops.linear import LinearWeight, linear, require_rows
 from bytetx.ops.row_norm import RowNorm
 from bytetx.ops.weight import Weight
 
@@ -84,8 +83,7 @@ def all_gather_gemm(
     """
     _check_offsets(row_offsets, peers)
     own = row_offsets[peers.rank + 1] - row_offsets[peers.rank]
-    plain = w.dense
-    require_rows("x", x, plain.k, plain, m=own)
+    _require_rows("x", x, w.k, w, m=own)
     plan = plan or _plan(peers, "all_gather_gemm", w, row_offsets[-1])
     workspace = _kernel_workspace(peers)
     if workspace is None or not _can_gather(plan, w, workspace, row_offsets[-1]):
@@ -93,7 +91,7 @@ def all_gather_gemm(
     elif plan.transport == "peer_store":
         return comm_kernels.all_gather_gemm(
             x,
-            plain,
+            w.dense,
             memory=workspace.memory,
             row_offsets=row_offsets,
             activation=activation,
@@ -121,15 +119,14 @@ def column_gemm(
     Returns a new [m, n].  Nothing is communicated.  The op has plans because `linear` was not
     measured at the sizes of large models' shards, where cuBLAS is faster for some.
     """
-    plain = w.dense
-    require_rows("x", x, plain.k, plain)
+    _require_rows("x", x, w.k, w)
     plan = plan or _plan(peers, "column_gemm", w, len(x))
     return _plain_gemm(x, w, activation=activation, plan=plan)
 
 
 def gemm_reduce_scatter(
     x: Tensor,
-    w: LinearWeight,
+    w: Weight,
     *,
     peers: Peers,
     row_offsets: Sequence[int],
@@ -158,11 +155,17 @@ def gemm_reduce_scatter(
         plan = plan.without_kernels
     elif plan.transport == "peer_store":
         return comm_kernels.gemm_reduce_scatter(
-            x, w, epilogue, workspace.memory, row_offsets=row_offsets, partial=partial, plan=plan
+            x,
+            w.dense,
+            epilogue,
+            workspace.memory,
+            row_offsets=row_offsets,
+            partial=partial,
+            plan=plan,
         )
     elif plan.transport == "copy_engine" and workspace.copies is not None:
         return comm_copies.gemm_reduce_scatter(
-            x, w, epilogue, copies=workspace.copies, row_offsets=row_offsets, partial=partial
+            x, w.dense, epilogue, copies=workspace.copies, row_offsets=row_offsets, partial=partial
         )
     product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
     return epilogue.after_collective(peers.collectives.reduce_scatter(product, row_offsets))
@@ -170,7 +173,7 @@ def gemm_reduce_scatter(
 
 def gemm_all_reduce(
     x: Tensor,
-    w: LinearWeight,
+    w: Weight,
     *,
     peers: Peers,
     residual: Tensor,
@@ -193,7 +196,7 @@ def gemm_all_reduce(
         plan = _fit_all_reduce(plan, w, workspace, rows=len(x), size=peers.size)
         if plan.is_fused:
             return comm_kernels.gemm_all_reduce(
-                x, w, epilogue, workspace.memory, size=peers.size, partial=partial, plan=plan
+                x, w.dense, epilogue, workspace.memory, size=peers.size, partial=partial, plan=plan
             )
         if plan.transport != "collective":
             product = _product(x, w, peers, bias=None, partial=partial, plan=plan)
@@ -234,7 +237,7 @@ def _can_gather(plan: CommPlan, w: Weight, workspace: Workspace, total_tokens: i
     return plan.transport == "copy_engine" and w.has_kernel and workspace.has_copies_of(num_bytes)
 
 
-def _can_scatter(plan: CommPlan, w: LinearWeight, workspace: Workspace, slot_rows: int) -> bool:
+def _can_scatter(plan: CommPlan, w: Weight, workspace: Workspace, slot_rows: int) -> bool:
     if plan.transport == "peer_store":
         return comm_kernels.fits_slots(w, slot_rows=slot_rows, buffer_bytes=workspace.buffer_bytes)
     num_bytes = slot_rows * w.n * w.dtype.itemsize
@@ -246,7 +249,7 @@ def _can_scatter(plan: CommPlan, w: LinearWeight, workspace: Workspace, slot_row
 
 
 def _fit_all_reduce(
-    plan: CommPlan, w: LinearWeight, workspace: Workspace, *, rows: int, size: int
+    plan: CommPlan, w: Weight, workspace: Workspace, *, rows: int, size: int
 ) -> CommPlan:
     """The plan, or the one that takes its place where the memory it needs is too small."""
     if plan.gemm == "fused" and not comm_kernels.fits_slots(
@@ -269,7 +272,7 @@ def _plain_gemm(x: Tensor, w: Weight, *, activation: str, plan: CommPlan) -> Ten
 
 def _product(
     x: Tensor,
-    w: LinearWeight,
+    w: Weight,
     peers: Peers,
     *,
     bias: Tensor | None,
@@ -277,10 +280,16 @@ def _product(
     plan: CommPlan,
 ) -> Tensor:
     """This rank's partial sums. Rank 0 adds the bias, which costs nothing in its GEMM."""
-    own = replace(w, bias=bias if peers.rank == 0 else None)
+    own = bias if peers.rank == 0 else None
     if plan.gemm == "cublas":
-        return reference.linear(x, own.weight, own.bias, activation="none", residual=partial)
-    return linear(x, own, residual=partial)
+        return reference.linear(x, w.dense.weight, own, activation="none", residual=partial)
+    return w.product(x, bias=own, residual=partial)
+
+
+def _require_rows(name: str, rows: Tensor, width: int, w: Weight, *, m: int | None = None) -> None:
+    """ops.linear.require_rows for a weight of any kind."""
+    require_tensor(name, rows, shape=(m, width), dtypes=(w.dtype,))
+    require_contiguous(name, rows)
 
 
 def _check_offsets(row_offsets: Sequence[int], peers: Peers) -> None:
@@ -292,18 +301,16 @@ def _check_offsets(row_offsets: Sequence[int], peers: Peers) -> None:
 
 def _check_sum(
     x: Tensor,
-    w: LinearWeight,
+    w: Weight,
     shape: tuple[int, int],
     *,
     residual: Tensor,
     bias: Tensor | None,
     partial: Tensor | None,
 ) -> None:
-    if w.bias is not None:
-        raise ValueError("w must have no bias: every rank would add it; give it as bias")
-    require_rows("x", x, w.k, w)
-    require_rows("residual", residual, shape[1], w, m=shape[0])
+    _require_rows("x", x, w.k, w)
+    _require_rows("residual", residual, shape[1], w, m=shape[0])
     if partial is not None:
-        require_rows("partial", partial, w.n, w, m=x.shape[0])
+        _require_rows("partial", partial, w.n, w, m=x.shape[0])
     if bias is not None:
         require_tensor("bias", bias, shape=(w.n,), dtypes=(w.dtype,), device=x.device)

@@ -17,6 +17,7 @@ from bytetx.ops.comm_plan import CommPlan, Op, tile_index
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 from bytetx.ops.native_params import LinearParams, NormParams
 from bytetx.ops.registry import Operation
+from bytetx.ops.weight import Weight
 
 TIMEOUT_CYCLES = 20_000_000_000  # a kernel waits for another rank: about ten seconds of an H200
 _MAX_FEATURES = 16384  # the longest row that is summed and normalized in registers
@@ -63,12 +64,12 @@ def fits_gather(w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> boo
     return fits and total_tokens > 0
 
 
-def fits_slots(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
+def fits_slots(w: Weight, *, slot_rows: int, buffer_bytes: int) -> bool:
     """Whether a kernel can sum this weight's products in slots; slot_rows: of all slots."""
     return has_sum_kernel(w) and _fits(w, slot_rows, buffer_bytes // _QUARTERS)
 
 
-def fits_staging(w: LinearWeight, *, rows: int, size: int, is_two_shot: bool) -> bool:
+def fits_staging(w: Weight, *, rows: int, size: int, is_two_shot: bool) -> bool:
     """Whether a kernel can sum this weight's products in staging buffers; rows: of every rank.
 
     A staging buffer holds all ranks' rows; with two exchanges, all ranks' parts of the rows that
@@ -78,12 +79,12 @@ def fits_staging(w: LinearWeight, *, rows: int, size: int, is_two_shot: bool) ->
     return has_sum_kernel(w) and _fits(w, slot_rows, STAGING_BYTES)
 
 
-def has_sum_kernel(w: LinearWeight) -> bool:
+def has_sum_kernel(w: Weight) -> bool:
     """Whether kernels sum and normalize rows of this weight's outputs."""
     return w.has_kernel and w.n <= _MAX_FEATURES
 
 
-def _fits(w: LinearWeight, rows: int, num_bytes: int) -> bool:
+def _fits(w: Weight, rows: int, num_bytes: int) -> bool:
     return rows > 0 and rows * w.n * w.dtype.itemsize <= num_bytes
 
 

@@ -29,12 +29,24 @@ class ExpertsWeight:
 
     router: LinearWeight
     first: tuple[Weight, ...]
-    out: tuple[LinearWeight, ...]
+    out: tuple[Weight, ...]
     top_k: int
     normalizes: bool
     bias: Tensor | None = None
     first_stack: Tensor | None = None
     out_stack: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(w.num_bytes for w in (self.router, *self.first, *self.out))
+
+    def converted(self, convert: Callable[[LinearWeight], Weight]) -> "ExpertsWeight":
+        """The same experts, with convert(matrix) in place of each layer's matrix."""
+        first, out = (
+            tuple(w.with_matrix(convert(w.dense)) for w in weights)
+            for weights in (self.first, self.out)
+        )
+        return replace(self, first=first, out=out, first_stack=None, out_stack=None)
 
 
 def stack_experts(
@@ -49,16 +61,20 @@ def stack_experts(
     if stacks is not None:
         return replace(w, first_stack=stacks[0], out_stack=stacks[1])
     first_stack = torch.stack([one.dense.weight for one in w.first])
-    out_stack = torch.stack([one.weight for one in w.out])
+    out_stack = torch.stack([one.dense.weight for one in w.out])
     return replace(
         w,
-        first=tuple(
-            one.with_dense(replace(one.dense, weight=t))
-            for one, t in zip(w.first, first_stack, strict=True)
-        ),
-        out=tuple(replace(one, weight=t) for one, t in zip(w.out, out_stack, strict=True)),
+        first=_of_stack(w.first, first_stack),
+        out=_of_stack(w.out, out_stack),
         first_stack=first_stack,
         out_stack=out_stack,
+    )
+
+
+def _of_stack(weights: tuple[Weight, ...], stack: Tensor) -> tuple[Weight, ...]:
+    """The same layers, each of its matrix in the stack."""
+    return tuple(
+        one.with_matrix(replace(one.dense, weight=t)) for one, t in zip(weights, stack, strict=True)
     )
 
 
@@ -127,13 +143,13 @@ def _in_turn(rows: Tensor, w: ExpertsWeight, ends: Sequence[int], *, activation:
     for start, end, first, out in zip([0, *ends], ends, w.first, w.out, strict=False):
         if start < end:
             own = slice(start, end)
-            found[own] = linear(first.matmul(rows[own], activation=activation), out)
+            found[own] = out.matmul(first.matmul(rows[own], activation=activation))
     return found
 
 
 def _takes_grouped(w: ExpertsWeight) -> bool:
     """Whether torch's grouped product takes these weights: bf16 on a GPU, aligned, no biases."""
-    layers = [*(one.dense for one in w.first), *w.out]
+    layers = [one.dense for one in (*w.first, *w.out)]
     return (
         all(one.weight.is_cuda and one.dtype == torch.bfloat16 for one in layers)
         and all(one.bias is None and one.weight.is_contiguous() for one in layers)

@@ -1,18 +1,18 @@
 """Linear layers of E4M3 rows: checks, choice of kernel and tiling, weights as they take them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
-from bytetx.ops.linear import ACTIVATIONS, LinearWeight
+from bytetx.ops.linear import ACTIVATIONS, taken
 from bytetx.ops.linear_plan import Tiling
 from bytetx.ops.quantize import quantize_rows
 from bytetx.ops.registry import Operation
+from bytetx.ops.weight import QuantizedWeight
 
 KERNEL_COLUMNS = 32  # n in these steps
 KERNEL_FEATURES = 16  # k
@@ -32,21 +32,19 @@ _RATES = {"128x128": 1.0, "64x128": 0.8, "64x64": 0.6}
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8LinearWeight:
+class Fp8LinearWeight(QuantizedWeight):
     """A layer's weight in E4M3: about rows * scale[:, None].
 
     out_scale: where it is given the results are E4M3 of act(...) / out_scale.
     Other members: as of bytetx.ops.weight.Weight.
     """
 
-    has_kernel: ClassVar[bool] = False
-    block: ClassVar[int] = 0
-
     rows: Tensor  # float8_e4m3fn [n, k]
     scale: Tensor  # f32 [n]
     bias: Tensor | None  # f32 [n]
     dtype: torch.dtype  # the results' dtype: f16 or bf16
     out_scale: float | None = None
+    sum_bias: Tensor | None = None
 
     @property
     def n(self) -> int:
@@ -56,12 +54,17 @@ class Fp8LinearWeight:
     def k(self) -> int:
         return self.rows.shape[1]
 
-    @property
-    def dense(self) -> LinearWeight:
-        raise TypeError("an FP8 weight holds no matrix in 16 bits; load the model with float16")
-
-    def with_dense(self, dense: LinearWeight) -> LinearWeight:
-        return dense
+    def shard(
+        self, *, outputs: range | None = None, inputs: range | None = None
+    ) -> "Fp8LinearWeight":
+        bias, sum_bias = taken(self.bias, outputs), taken(self.sum_bias, outputs)
+        if inputs is not None and bias is not None:
+            sum_bias = bias.to(self.dtype)
+            bias = None
+        rows = taken(taken(self.rows, outputs), inputs, dim=1)
+        return replace(
+            self, rows=rows, scale=taken(self.scale, outputs), bias=bias, sum_bias=sum_bias
+        )
 
     def matmul(
         self, x: Tensor, *, activation: str = "none", residual: Tensor | None = None
@@ -70,9 +73,6 @@ class Fp8LinearWeight:
         rows, scale = (x, None) if x.dtype == torch.float8_e4m3fn else e4m3_copy(x)
         d = _product(rows, scale, self, activation=activation, out_scale=self.out_scale)
         return d if residual is None else d.add_(residual)
-
-    def activated(self, product: Tensor, activation: str) -> Tensor:
-        return reference.activate(product, activation)
 
 
 def e4m3_copy(x: Tensor) -> tuple[Tensor, Tensor]:

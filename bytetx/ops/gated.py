@@ -18,6 +18,7 @@ from bytetx.ops.linear import (
 )
 from bytetx.ops.linear_plan import LinearPlan, plan_gated, plan_invariant
 from bytetx.ops.registry import Operation
+from bytetx.ops.weight import Weight
 
 GATES = ("gelu", "gelu_tanh", "silu")
 # Gates and values take turns in blocks of this many rows, so that a tile of the product holds both.
@@ -31,9 +32,12 @@ GATE_ROWS = Operation("gate_rows")
 
 @dataclass(frozen=True, slots=True)
 class GatedWeight:
-    """fused: rows of gates and of values in turn, `block` of each: [2 * n, k]."""
+    """fused: rows of gates and of values in turn, `block` of each: [2 * n, k].
 
-    fused: LinearWeight
+    Other members: as of bytetx.ops.weight.Weight.
+    """
+
+    fused: Weight
     n: int
     block: int
 
@@ -47,17 +51,49 @@ class GatedWeight:
         return self.fused.k
 
     @property
-    def dense(self) -> LinearWeight:
-        return self.fused
+    def is_plain(self) -> bool:
+        return self.fused.is_plain
 
-    def with_dense(self, dense: LinearWeight) -> "GatedWeight":
-        return replace(self, fused=dense)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fused.dtype
+
+    @property
+    def sum_bias(self) -> Tensor | None:
+        return self.fused.sum_bias
+
+    @property
+    def num_bytes(self) -> int:
+        return self.fused.num_bytes
+
+    @property
+    def dense(self) -> LinearWeight:
+        return self.fused.dense
+
+    def with_matrix(self, matrix: Weight) -> "GatedWeight":
+        return replace(self, fused=matrix)
+
+    def shard(self, *, outputs: range | None = None, inputs: range | None = None) -> "GatedWeight":
+        if outputs is None:
+            return replace(self, fused=self.fused.shard(inputs=inputs))
+        if outputs.start % self.block or outputs.stop % self.block:
+            raise ValueError(
+                f"outputs must be whole blocks of {self.block} gates, got {outputs.start} to "
+                f"{outputs.stop}"
+            )
+        rows = range(2 * outputs.start, 2 * outputs.stop)
+        return replace(self, fused=self.fused.shard(outputs=rows, inputs=inputs), n=len(outputs))
 
     def matmul(
         self, x: Tensor, *, activation: str = "none", residual: Tensor | None = None
     ) -> Tensor:
         d = _product(x, self, activation)
         return d if residual is None else d.add_(residual)
+
+    def product(
+        self, x: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        return self.fused.product(x, bias=bias, residual=residual)
 
     def activated(self, product: Tensor, activation: str) -> Tensor:
         return gate(product, self, activation=activation)
@@ -100,7 +136,7 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
     Source: GLU variants (arXiv 2002.05202), section 2.
     """
-    fused = w.fused
+    fused = w.dense
     require_rows("x", x, fused.k, fused)
     if activation not in GATES:
         raise ValueError(f"activation must be one of {', '.join(GATES)}, got {activation!r}")
@@ -111,13 +147,13 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
 
 def _product(x: Tensor, w: GatedWeight, activation: str) -> Tensor:
     """gated_linear on checked arguments."""
-    fused = w.fused
     if w.has_kernel:
+        fused = w.dense
         x = x.clone() if fused.batch_invariant and not is_aligned(x) else x
         plan = _plan(x, fused)
         if plan.tiling is not None:
             return run_kernel(x, fused, plan=plan, activation=activation, is_gated=True)
-    return gate(fused.matmul(x), w, activation=activation)
+    return gate(w.fused.matmul(x), w, activation=activation)
 
 
 def gate(both: Tensor, w: GatedWeight, *, activation: str) -> Tensor:

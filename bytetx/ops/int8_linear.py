@@ -8,8 +8,10 @@ from torch.nn.functional import pad
 
 from bytetx.ops import native
 from bytetx.ops.check import require_tensor
+from bytetx.ops.linear import ACTIVATIONS, LinearWeight, taken
 from bytetx.ops.registry import Operation
 from bytetx.ops.rows import empty_rows
+from bytetx.ops.weight import QuantizedWeight
 
 # Of csrc/cpu/int8_linear.h: outputs of a panel, features that one instruction multiplies.
 _COLUMNS, _GROUP = 32, 4
@@ -21,11 +23,12 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """A weight [n, k] of about scale[:, None] * w, w in -127 to 127.
+class Int8LinearWeight(QuantizedWeight):
+    """A layer's weight [n, k] of about scale[:, None] * w, w in -127 to 127.
 
     panels: w + 128, uint8 [ceil(n / 32), ceil(k / 4), 32, 4], filled up with 128.
     scale, bias, weighted_sum (scale * w.sum(1)): f32, n filled up to a multiple of 32 with zeros.
+    dtype: of rows and results, f32 or bf16.  Other members: as of bytetx.ops.weight.Weight.
     """
 
     panels: Tensor
@@ -34,6 +37,26 @@ class Int8Weight:
     bias: Tensor
     n: int
     k: int
+    dtype: torch.dtype
+    sum_bias: Tensor | None = None
+
+    def shard(
+        self, *, outputs: range | None = None, inputs: range | None = None
+    ) -> "Int8LinearWeight":
+        rows = self.panels.transpose(1, 2).reshape(len(self.scale), -1)[: self.n, : self.k]
+        scale, bias = taken(self.scale[: self.n], outputs), taken(self.bias[: self.n], outputs)
+        sum_bias = taken(self.sum_bias, outputs)
+        if inputs is not None and sum_bias is None:
+            bias, sum_bias = torch.zeros_like(bias), bias.to(self.dtype)
+        w = taken(taken(rows, outputs), inputs, dim=1).float() - 128.0
+        return _in_panels(w, scale, bias, self.dtype, sum_bias)
+
+    def matmul(
+        self, x: Tensor, *, activation: str = "none", residual: Tensor | None = None
+    ) -> Tensor:
+        """Each row of x is rounded to 8 bits; a row's result depends on no other row."""
+        d = run_int8_linear(x, self, activation=ACTIVATIONS.index(activation))
+        return d if residual is None else d.add_(residual)
 
 
 def why_no_int8_linear() -> str | None:
@@ -50,25 +73,34 @@ def int8_linear_isa() -> str | None:
     return None if isa is None else isa()
 
 
-def prepare_int8_linear(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
-    """weight [n, k] and bias [n], f32 or bf16 on the CPU, rounded with a scale for every output.
+def prepare_int8_linear(plain: LinearWeight) -> Int8LinearWeight:
+    """A plain weight, f32 or bf16 on the CPU, rounded with a scale for every output.
 
-    Raises ValueError on shape, dtype or device mismatch.
+    Raises ValueError for another one.
     """
-    require_tensor("weight", weight, shape=(None, None), dtypes=_DTYPES, device=_CPU)
-    n, k = weight.shape
-    if not 1 <= k <= _MAX_FEATURES:
-        raise ValueError(f"weight must have 1 to {_MAX_FEATURES} input features, got {k}")
-    if bias is not None:
-        require_tensor("bias", bias, shape=(n,), dtypes=(weight.dtype,), device=_CPU)
-    w, scale = _round_weight(weight.float())
+    if plain.is_prepacked:
+        raise ValueError("plain must be a plain weight, got one in another layout")
+    require_tensor("weight", plain.weight, shape=(None, None), dtypes=_DTYPES, device=_CPU)
+    if not 1 <= plain.k <= _MAX_FEATURES:
+        raise ValueError(f"weight must have 1 to {_MAX_FEATURES} input features, got {plain.k}")
+    w, scale = _round_weight(plain.weight.float())
+    bias = torch.zeros(plain.n) if plain.bias is None else plain.bias.float()
+    return _in_panels(w, scale, bias, plain.dtype, plain.sum_bias)
+
+
+def _in_panels(
+    w: Tensor, scale: Tensor, bias: Tensor, dtype: torch.dtype, sum_bias: Tensor | None
+) -> Int8LinearWeight:
+    """w: f32 [n, k], whole numbers.  scale, bias: f32 [n]."""
+    n, k = w.shape
     more_n, more_k = -n % _COLUMNS, -k % _GROUP
     panels = pad(w + 128.0, (0, more_k, 0, more_n), value=128.0).to(torch.uint8)
     panels = panels.view(-1, _COLUMNS, panels.shape[1] // _GROUP, _GROUP).transpose(1, 2)
-    shift = torch.zeros(n) if bias is None else bias.float()
-    columns = (scale, scale * w.sum(1), shift)
-    scale, weighted_sum, shift = (pad(column, (0, more_n)).contiguous() for column in columns)
-    return Int8Weight(panels.contiguous(), scale, weighted_sum, shift, n, k)
+    columns = (scale, scale * w.sum(1), bias)
+    scale, weighted_sum, bias = (pad(column, (0, more_n)).contiguous() for column in columns)
+    return Int8LinearWeight(
+        panels.contiguous(), scale, weighted_sum, bias, n, k, dtype, sum_bias=sum_bias
+    )
 
 
 def _round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +118,9 @@ def _round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return best, scale
 
 
-def run_int8_linear(x: Tensor, w: Int8Weight, *, activation: int, isa: str = "auto") -> Tensor:
+def run_int8_linear(
+    x: Tensor, w: Int8LinearWeight, *, activation: int, isa: str = "auto"
+) -> Tensor:
     """act(x @ weight.T + bias) of checked arguments: x f32 or bf16 [m, k], contiguous.
 
     activation: its index in ops.linear.ACTIVATIONS; isa: a key of native.ISA_CODES.  Each row of x

@@ -1,9 +1,9 @@
 """Linear layers on packed rows: our kernels on Hopper GPUs and of bf16 on CPUs, or oneDNN."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.bf16_linear import bf16_linear, pack_bf16_weight, why_no_bf16_linear
 from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_tensor
-from bytetx.ops.int8_linear import Int8Weight, prepare_int8_linear, run_int8_linear
 from bytetx.ops.linear_plan import (
     EPILOGUES,
     RESIDUAL,
@@ -22,6 +21,9 @@ from bytetx.ops.linear_plan import (
 )
 from bytetx.ops.registry import Backend, Operation
 from bytetx.ops.rows import num_tile_rows, padded, tile_rows
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+W = TypeVar("W")
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 
@@ -49,20 +51,18 @@ _ONEDNN_ACTIVATIONS = {
     "tanh": ("tanh", ""),
 }
 
-# Shape class: a weight's layout ("plain", "oneDNN's", "panels" of bf16, "int8"), its dtype, whether
-# the Hopper kernel takes it, and whether it is batch-invariant: it is chosen once a weight.
+# Shape class: a weight's layout ("plain", "oneDNN's", "panels" of bf16), its dtype, whether the
+# Hopper kernel takes it, and whether it is batch-invariant: it is chosen once a weight.
 # run(x, w, *, activation, residual) as of linear.
 LINEAR = Operation("linear")
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A layer's weight as `linear` takes it: plain [n, k], laid out for a CPU, or 8-bit integers.
+    """A layer's weight as `linear` takes it: plain [n, k], or laid out for a CPU.
 
     has_kernel: whether the Hopper kernel takes it; x and residual must be aligned as well.
-    int8: the weight in 8 bits, whose panels `weight` is then; dtype stays that of x.
     batch_invariant: a row's bits do not depend on the other rows, nor on how many there are.
-    sum_bias: of a rank's share of the inputs, the bias [n] that the sum over ranks gets.
     backend: LINEAR's for all products with it.
     Other members: as of bytetx.ops.weight.Weight.
     """
@@ -76,7 +76,6 @@ class LinearWeight:
     dtype: torch.dtype
     is_prepacked: bool
     has_kernel: bool
-    int8: Int8Weight | None = None
     batch_invariant: bool = False
     sum_bias: Tensor | None = None
     backend: Backend = field(init=False, compare=False, repr=False)
@@ -87,24 +86,51 @@ class LinearWeight:
 
     @property
     def _layout(self) -> str:
-        if self.int8 is not None:
-            return "int8"
         if self.is_prepacked:  # our panels of bf16 are int32, see pack_bf16_weight
             return "panels" if self.weight.dtype == torch.int32 else "oneDNN's"
         return "plain"
 
     @property
+    def is_plain(self) -> bool:
+        return not self.is_prepacked
+
+    @property
+    def num_bytes(self) -> int:
+        return tensors_bytes(self)
+
+    @property
     def dense(self) -> "LinearWeight":
         return self
 
-    def with_dense(self, dense: "LinearWeight") -> "LinearWeight":
-        return dense
+    def with_matrix(self, matrix: W) -> W:
+        return matrix
+
+    def shard(self, *, outputs: range | None = None, inputs: range | None = None) -> "LinearWeight":
+        if self.is_prepacked:
+            raise TypeError("a prepacked weight is not divided; prepack its shards")
+        weight = taken(taken(self.weight, outputs), inputs, dim=1)
+        bias, sum_bias = taken(self.bias, outputs), taken(self.sum_bias, outputs)
+        if inputs is not None:
+            bias, sum_bias = None, sum_bias if bias is None else bias
+        n, k = weight.shape
+        has_kernel = _has_kernel(weight, bias)
+        return replace(
+            self, weight=weight, bias=bias, sum_bias=sum_bias, n=n, k=k, has_kernel=has_kernel
+        )
 
     def matmul(
         self, x: Tensor, *, activation: str = "none", residual: Tensor | None = None
     ) -> Tensor:
         d: Tensor = self.backend.run(x, self, activation=activation, residual=residual)
         return d
+
+    def product(
+        self, x: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        if self.bias is not None:
+            raise ValueError("w must have no bias: every rank would add it; give it as bias")
+        w = self if bias is None else replace(self, bias=bias)
+        return w.matmul(x, residual=residual)
 
     def activated(self, product: Tensor, activation: str) -> Tensor:
         return reference.activate(product, activation)
@@ -133,24 +159,29 @@ def prepare_linear(
         has_kernel=_has_kernel(weight, bias),
         batch_invariant=batch_invariant,
     )
-    if prepack and w.backend.run is _run_bf16:
-        return replace(w, weight=pack_bf16_weight(weight.detach()), is_prepacked=True)
-    if prepack and w.backend.run is _run_onednn:
-        dense = weight.detach().contiguous()
+    return prepack_linear(w) if prepack else w
+
+
+def prepack_linear(w: LinearWeight) -> LinearWeight:
+    """A plain weight laid out (a copy) for the kernel that runs it on a CPU; elsewhere itself."""
+    if w.backend.run is _run_bf16:
+        return replace(w, weight=pack_bf16_weight(w.weight.detach()), is_prepacked=True)
+    if w.backend.run is _run_onednn:
+        dense = w.weight.detach().contiguous()
         packed = torch.ops.mkldnn._reorder_linear_weight(dense, _PREPACK_ROWS)
         return replace(w, weight=packed, is_prepacked=True)
     return w
 
 
-def quantize_linear(w: LinearWeight) -> LinearWeight:
-    """A plain weight, f32 or bf16 on the CPU, in 8-bit integers; see ops.int8_linear.
+def taken(t: MaybeTensor, part: range | None, *, dim: int = 0) -> MaybeTensor:
+    """A part of a tensor; None of either is all of it."""
+    return t if t is None or part is None else t.narrow(dim, part.start, len(part)).contiguous()
 
-    Raises ValueError for another one.
-    """
-    if w.is_prepacked or w.int8 is not None:
-        raise ValueError("w must be a plain weight, got one in another layout")
-    int8 = prepare_int8_linear(w.weight, w.bias)
-    return replace(w, weight=int8.panels, bias=None, has_kernel=False, int8=int8)
+
+def tensors_bytes(weight: Any) -> int:
+    """Bytes of the tensors that a dataclass holds."""
+    values = (getattr(weight, one.name) for one in fields(weight))
+    return sum(t.numel() * t.element_size() for t in values if isinstance(t, Tensor))
 
 
 def require_rows(
@@ -176,8 +207,7 @@ def linear(
     x: [m, k] in w's dtype, contiguous.  activation: one of ACTIVATIONS.  residual: [m, n].
     Returns a new [m, n].  A row's result does not depend on the other rows; bitwise with oneDNN
     (plain f32 weights: from torch 2.13 on), and on Hopper among batches whose plan is the same
-    (bytetx/ops/linear_plan.py), or all where w is batch-invariant.  8-bit weights: each row of x is
-    rounded to 8 bits as well.
+    (bytetx/ops/linear_plan.py), or all where w is batch-invariant.
     Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
     """
     require_rows("x", x, w.k, w)
@@ -311,15 +341,6 @@ def run_kernel(
         launch=native.launch_args(x.device),
     )
     return d
-
-
-@LINEAR.register(
-    "native", "cpu", takes=lambda device, layout, *_: device.type == "cpu" and layout == "int8"
-)
-def _run_int8(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
-    assert w.int8 is not None  # the layout says so
-    d = run_int8_linear(x, w.int8, activation=ACTIVATIONS.index(activation))
-    return d if residual is None else d.add_(residual)
 
 
 def _takes_bf16(

@@ -7,7 +7,6 @@ import torch
 
 from bytetx.errors import DeviceLostError
 from bytetx.ops.check import describe
-from bytetx.ops.linear import LinearWeight
 
 _OPS = "bytetx.ops."
 # Python's own kinds of RuntimeError, and what is lost for good already.
@@ -73,7 +72,8 @@ def _describe_call(frame: FrameType) -> str:
 def _shape(value: object) -> str | None:
     if isinstance(value, torch.Tensor):
         return describe(value)
-    return f"[{value.n}, {value.k}]" if isinstance(value, LinearWeight) else None
+    n, k = getattr(value, "n", None), getattr(value, "k", None)
+    return None if n is None or k is None else f"[{n}, {k}]"
 
 
 def first_line(error: Exception) -> str:

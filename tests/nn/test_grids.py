@@ -12,7 +12,7 @@ from tiny_decoders import tiny_decoder
 
 from bytetx.checkpoint.weights import Weights
 from bytetx.nn.grid_blocks import grid_blocks, grid_transformer
-from bytetx.nn.layers import LayerWeights
+from bytetx.nn.layer import LayerWeights
 from bytetx.nn.loading import load_checkpoint, load_shard, load_spec
 from bytetx.nn.transformer import Transformer
 from bytetx.nn.weight_gather import WeightGather

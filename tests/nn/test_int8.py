@@ -14,8 +14,7 @@ from bytetx.checkpoint.demo import demo_checkpoint
 from bytetx.cli.passages import Lognormal, english_passages
 from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.int8_linear import why_no_int8_linear
-from bytetx.ops.linear import LinearWeight
+from bytetx.ops.int8_linear import Int8LinearWeight, why_no_int8_linear
 
 pytestmark = pytest.mark.skipif(
     why_no_int8_linear() is not None, reason=f"int8: {why_no_int8_linear()}"
@@ -35,7 +34,7 @@ def test_every_family_stays_near_its_own_f32(
     options = {"dtype": dtype, "device": "cpu", "prepack": False, "quantization": "int8"}
     int8 = Transformer.from_tensors(exact.spec, exact.weights.cast(dtype), **options)
     outs = [layer.ffn_out for layer in int8.layers.weights]
-    assert all(isinstance(w, LinearWeight) and w.int8 is not None for w in outs)
+    assert all(isinstance(w, Int8LinearWeight) for w in outs)
     batch = exact.pack(tiny.random_ids([1, 30, 7, 64]))
     rows = int8.forward(batch)
     assert rows.dtype == dtype
