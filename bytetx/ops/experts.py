@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.check import require_contiguous, require_tensor
-from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.gated import GATES
+from bytetx.ops.linear import ACTIVATIONS, LinearWeight, linear
 from bytetx.ops.weight import Weight
 
 GroupedMm = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -105,6 +106,9 @@ def run_experts(x: Tensor, w: ExpertsWeight, *, activation: str) -> Tensor:
     k, device = w.router.k, w.router.weight.device
     require_tensor("x", x, shape=(None, k), dtypes=(w.router.dtype,), device=device)
     require_contiguous("x", x)
+    known = GATES if w.first[0].block else ACTIVATIONS
+    if activation not in known:
+        raise ValueError(f"activation must be one of {', '.join(known)}, got {activation!r}")
     if not x.shape[0]:
         return x.new_empty((0, w.out[0].n), dtype=torch.float32)
     weights, experts = route(x, w)
