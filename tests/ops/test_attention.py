@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from cpu_kernels import DTYPES, available_isas
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 from torch import Tensor
 
 from bytetx.ops import attention
@@ -153,9 +154,7 @@ def test_any_softmax_scale(scale: float, dtype: torch.dtype, isa: str) -> None:
     assert_as_exact_as_torch(run(qkv, seqlens, scale=scale, isa=isa), qkv, seqlens, scale=scale)
 
 
-@pytest.mark.parametrize("softcap", [0.3, 5.0, 50.0])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pairwise({"softcap": [0.3, 5.0, 50.0], "has_bias": [False, True], "head_dim": [64, 256]})
 def test_softcap(
     softcap: float, has_bias: bool, head_dim: int, dtype: torch.dtype, isa: str
 ) -> None:

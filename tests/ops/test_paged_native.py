@@ -7,6 +7,7 @@ import cpu_kernels
 import pytest
 import torch
 from paged_steps import Step, assert_exact, make_step, pack_past
+from pairwise import pairwise
 from torch import Tensor
 
 from bytetx.ops import attention, paged
@@ -60,9 +61,7 @@ def test_windows(window: int, page_size: int, dtype: torch.dtype, isa: str) -> N
     assert_exact(run(step, isa, window=window), step, window=window)
 
 
-@pytest.mark.parametrize("window", [0, 300])
-@pytest.mark.parametrize("softcap", [0.0, 1.5, 50.0])
-@pytest.mark.parametrize("has_slopes", [False, True])
+@pairwise({"softcap": [0.0, 1.5, 50.0], "window": [0, 300], "has_slopes": [False, True]})
 def test_capped_scores_and_slopes(
     window: int, softcap: float, has_slopes: bool, dtype: torch.dtype, isa: str
 ) -> None:
