@@ -139,9 +139,8 @@ def test_tags(ranks: Ranks, tmp_path: Path) -> None:
     assert [[e.word for e in tags] for tags in found] == [[e.word for e in tags] for tags in wanted]
 
 
+@pytest.mark.parametrize("ranks", [2], indirect=True)  # it has three heads
 def test_experts_of_one_tensor(ranks: Ranks, tmp_path: Path) -> None:
-    if ranks[0].size > 3:
-        pytest.skip("it has three heads")
     save_nomic_moe(tmp_path)
     assert_same_states(on_ranks(tmp_path, ranks), alone(tmp_path))
 
@@ -152,11 +151,13 @@ def decoder(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.feature("Several devices", "tensor parallel generation")
-@pytest.mark.parametrize("name", DECODERS[2])
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [(size, name) for size, names in DECODERS.items() for name in names],
+    indirect=["ranks"],
+)
 def test_decoders(name: str, ranks: Ranks, tmp_path: Path) -> None:
     """Hidden states; then greedy and sampled tokens, with prompts in pieces and thrown out."""
-    if name not in DECODERS[ranks[0].size]:
-        pytest.skip("two ranks suffice for it")
     folder = decoder(name, tmp_path)
     shared, local = on_ranks(folder, ranks), alone(folder)
     assert_same_states(shared, local)

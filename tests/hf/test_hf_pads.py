@@ -68,11 +68,17 @@ def more_inputs(family, head):
     return {names[family]: torch.tensor([0, 1, 1])}
 
 
-@pytest.mark.parametrize(("family", "head"), MASKED_HEADS + SHIFTED_HEADS)
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("family", "head", "side"),
+    [
+        (*model, side)
+        for model, side in itertools.product(MASKED_HEADS + SHIFTED_HEADS, ("right", "left"))
+        # Their poolers read the first column, which has a reason of its own.
+        if side == "right"
+        or model not in (("bert", "ForPreTraining"), ("albert", "ForPreTraining"))
+    ],
+)
 def test_the_loss_of_labels_at_pads_is_the_stock_models(family, head, side):
-    if family in ("bert", "albert") and side == "left" and head == "ForPreTraining":
-        pytest.skip("its pooler reads the first column, which has a reason of its own")
     inputs = padded_inputs(SEQLENS, side=side)
     inputs |= {"labels": labels_of(inputs, counts_pads=True)} | more_inputs(family, head)
     is_masked = (family, head) == ("electra", "ForPreTraining")  # by its own loss

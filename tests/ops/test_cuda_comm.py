@@ -67,9 +67,9 @@ def test_every_tiling_of_the_all_reduce(group: Group, dtype: torch.dtype) -> Non
             check_layer(group, sum_layer(group, dtype, **options), dtype)
 
 
+# Among ranks, cuBLAS may load kernels while others wait: test_cuda_comm_shared.py has those.
+@pytest.mark.parametrize("group", [1], indirect=True)
 def test_copies_beside_cublas(group: Group) -> None:
-    if group.size > 1:
-        pytest.skip("cuBLAS may load kernels while others wait: test_cuda_comm_shared.py has it")
     for number in range(30):
         dtype, rows = DTYPES[number % 2], 6 if number % 5 == 0 else 1500
         options = {"max_rows": rows, "plan": CommPlan("cublas", "copy_engine")}
@@ -205,10 +205,9 @@ def test_graphs_of_changing_sizes_with_a_late_rank(group: Group) -> None:
     assert [int(w) for w in wrong] == [0] * group.size
 
 
+@pytest.mark.parametrize("group", SIZES[1:], indirect=True)  # one rank waits for nobody
 def test_kernels_end_when_the_host_gives_up(group: Group) -> None:
     """A rank that is gone leaves the others' devices usable."""
-    if group.size == 1:
-        pytest.skip("one rank waits for nobody")
     own = make_group(group.size)
     layers = [random_layer(own, torch.float16, max_rows=300) for _ in range(12)]
     own.wait()
