@@ -138,7 +138,7 @@ def test_the_command_needs_no_package() -> None:
     assert done.stdout.startswith("GPU tests: ")
 
 
-def test_processes_of_xdist_write_one_line(checkout: Path) -> None:
+def test_processes_of_xdist_write_one_line(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each runs a part of the tests; one that GPUs need and `-k` leaves out makes a part."""
     (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     (checkout / "conftest.py").write_text(
@@ -161,7 +161,10 @@ def pytest_configure(config):
         "@pytest.mark.gpu\ndef test_skipped(): pytest.skip('no')\n"
         "def test_cpu(): pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-n2", "-m", "gpu", "-p", "no:cacheprovider"]
+    # Other plugins, which six processes would import, have no part in it.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    command = [sys.executable, "-m", "pytest", "-q", "-n2", "-m", "gpu"]
+    command += ["-p", "xdist", "-p", "no:cacheprovider"]
     subprocess.run([*command, "-k", "skipped or 0"], cwd=checkout, check=True, capture_output=True)
     assert not (checkout / RECEIPTS).exists()
     done = subprocess.run(command, cwd=checkout, check=True, capture_output=True, text=True)
