@@ -61,7 +61,8 @@ class Launched:
         try:
             return [one.outputs() for one in self.passes]
         finally:
-            self.executor.check()  # it knows why the device is lost
+            if self.executor.has_workers:
+                self.executor.check()  # it knows why the device is lost
 
 
 class Runner:

@@ -14,7 +14,7 @@ from bytetx.checkpoint.tokenizer import Text, Tokenizer, Tokens
 from bytetx.encode.request import Alignment, Failure, Requests, Window
 from bytetx.errors import InputError, TooLongError
 from bytetx.requests.chunks import Chunk, cut_encoding
-from bytetx.requests.token_ids import Errors, Ids, are_all, cut_ids, flatten_ids, no_tokens
+from bytetx.requests.token_ids import Errors, Ids, cut_ids, flatten_ids, no_tokens
 from bytetx.requests.token_ids import check_range as check_ids
 
 # What one input may be; a pair is two strings, token ids are taken as they are.
@@ -99,7 +99,7 @@ class InputReader:
                 self._learn_density(texts.values(), pieces[0].total_tokens)
         if ids:
             pieces.append(self.read_ids(ids, errors))
-        requests = _in_order(pieces)
+        requests = pieces[0] if len(pieces) == 1 else _in_order(pieces)
         if self.expansion is not None:
             requests = _expanded(requests, self.expansion)
         if self.needs_mask:
@@ -238,7 +238,7 @@ class InputReader:
     def checked_texts(self, texts: Mapping[int, Text], errors: Errors) -> Mapping[int, Text]:
         """The texts for the tokenizer, by index in the caller's order; the others are errors."""
         given = list(texts.values())
-        if not self.prompt and are_all(given, str) and all(map(str.isascii, given)):
+        if not self.prompt and set(map(type, given)) == {str} and all(map(str.isascii, given)):
             return texts
         checked: dict[int, Text] = {}
         for index, text in texts.items():
@@ -331,9 +331,10 @@ class InputReader:
 
 def _by_kind(inputs: Sequence[object], start: int) -> tuple[dict[int, Text], dict[int, object]]:
     """Strings and pairs, and everything else, each by its index in the caller's order."""
-    if are_all(inputs, str):
-        return dict(enumerate(inputs, start)), {}
-    if are_all(inputs, np.ndarray):
+    kinds = set(map(type, inputs))
+    if kinds == {str}:
+        return dict(enumerate(cast("Sequence[str]", inputs), start)), {}
+    if kinds == {np.ndarray}:
         return {}, dict(enumerate(inputs, start))
     texts: dict[int, Text] = {}
     ids: dict[int, object] = {}

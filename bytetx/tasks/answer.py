@@ -18,7 +18,7 @@ from bytetx.tasks.call import Call, list_sink
 from bytetx.tasks.classify import softmax
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Answer, Results
-from bytetx.tasks.task import Pairs, TaskOptions, keeps_bad_texts, option, task
+from bytetx.tasks.task import Pairs, TaskOptions, option, task
 
 # Scores of tokens that no answer may have, before the softmax.
 _MASKED = -10000.0
@@ -74,7 +74,7 @@ def answer(
     reader = QuestionReader(
         context.spec,
         tokenizer,
-        keeps_errors=keeps_bad_texts(options.on_error),
+        keeps_errors=options.on_error == "return",
         chunk_tokens=limit,
         stride=min(options.stride, limit // 2),
     )

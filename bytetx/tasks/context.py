@@ -1,32 +1,38 @@
 """TaskContext: the parts of a loaded checkpoint that tasks are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
 
 from bytetx.arguments import check_text
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
-from bytetx.encode.step import Task
+from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.loading import Heads, LoadedCheckpoint
 from bytetx.nn.splade import prepare_splade_head
+from bytetx.nn.transformer import Transformer
 from bytetx.requests.inputs import InputReader
 from bytetx.runtime.forking import computing
-from bytetx.tasks.adapted import PROMPT_NAMES, AdaptedTask
 from bytetx.tasks.chunks import set_chunks
 from bytetx.tasks.task import (
     OverflowOptions,
     PromptOptions,
     TaskOptions,
     TextOptions,
-    chosen_overflow,
-    keeps_bad_texts,
 )
 
 R = TypeVar("R")
+
+QUERY, DOCUMENT = "query", "document"
+# The prompts of each task, the first that a checkpoint has.
+PROMPT_NAMES = {QUERY: (QUERY,), DOCUMENT: (DOCUMENT, "passage", "corpus")}
 
 
 class TaskContext:
@@ -47,14 +53,16 @@ class TaskContext:
 
     def reader(self, options: TaskOptions) -> InputReader:
         """A reader of texts that does what the options say of long and of bad ones."""
-        keeps_errors = keeps_bad_texts(options.on_error)
-        overflow = chosen_overflow(options) if isinstance(options, TextOptions) else "error"
+        truncate = isinstance(options, TextOptions) and options.truncate
+        overflow = options.overflow if isinstance(options, OverflowOptions) else None
         reader = InputReader(
-            self.spec, self.tokenizer, truncate=overflow == "truncate", keeps_errors=keeps_errors
+            self.spec,
+            self.tokenizer,
+            truncate=bool(truncate) or overflow == "truncate",
+            keeps_errors=options.on_error == "return",
         )
-        if overflow == "chunk":
-            stride = options.stride if isinstance(options, OverflowOptions) else 0
-            set_chunks(reader, self.need_tokenizer(), stride=stride)
+        if isinstance(options, OverflowOptions) and overflow == "chunk":
+            set_chunks(reader, self.need_tokenizer(), stride=options.stride)
         return reader
 
     def labels(self) -> tuple[str, ...]:
@@ -126,3 +134,33 @@ class TaskContext:
         """The masked language model head, prepared for SPLADE's weights."""
         head = self.heads.masked_lm
         return None if head is None else prepare_splade_head(head)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedTask:
+    """A task that runs on another Transformer than the runner's: that with an adapter.
+
+    name: of the adapter; captured graphs hold its weights, so that each has its own.
+    """
+
+    task: Task[Any]
+    transformer: Transformer
+    name: str
+
+    @property
+    def key(self) -> Hashable:
+        return (self.name, self.task.key)
+
+    @property
+    def capture(self) -> Capture | None:
+        capture = self.task.capture
+        return None if capture is None else Capture((self.name, capture.key), rows=capture.rows)
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.task.compute(self.transformer, step)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return self.task.are_finite(outputs, step)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> Sequence[Any]:
+        return self.task.finish(outputs, step)

@@ -17,6 +17,7 @@ from bytetx.encode.step import Capture, Step, Task, are_finite
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.largest import largest
 from bytetx.ops.pooling import POOLING_MODES, pool
 from bytetx.tasks.call import Call
 from bytetx.tasks.context import TaskContext
@@ -24,7 +25,6 @@ from bytetx.tasks.precision import (
     Precision,
     Quantizer,
     make_quantizer,
-    needs_ranges,
     quantize_all,
     quantized,
 )
@@ -41,12 +41,14 @@ class EmbedTask:
     """One vector for each text, f32 where no quantizer is given.
 
     pooling: modes whose vectors are concatenated.  modules: applied in order after pooling.
-    dimensions: keeps the first ones of each vector.  skips_prompt: prompt tokens are not pooled.
+    size: numbers of each vector.  dimensions: keeps the first ones of each.
+    skips_prompt: prompt tokens are not pooled.
     normalize: l2-normalises at the end, after dimensions.  quantizer: applied last.
     """
 
     pooling: tuple[str, ...]
     modules: tuple[Module, ...]
+    size: int
     dimensions: int | None
     skips_prompt: bool
     normalize: bool
@@ -88,7 +90,11 @@ class EmbedTask:
 
         The arguments are those of ops.pool.
         """
-        modules = self._all_modules()
+        modules: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.modules]
+        if self.dimensions is not None:
+            modules.append(lambda x: x[:, : self.dimensions].contiguous())
+        if self.normalize:
+            modules.append(Normalize())
         # The pooling kernel also normalises; torch would read the rows three more times.
         is_normalized = (
             len(self.pooling) == 1 and bool(modules) and isinstance(modules[0], Normalize)
@@ -107,11 +113,7 @@ class EmbedTask:
         x = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
         for module in modules[is_normalized:]:
             x = module(x)
-        return quantized(x, self.quantizer)
-
-    def size(self, hidden_size: int) -> int:
-        """Numbers of each vector."""
-        return self.dimensions or output_size(hidden_size, self.pooling, self.modules)
+        return (x, largest(x)) if self.quantizer is None else quantized(x, self.quantizer)
 
     def mean(self, chunks: list[np.ndarray]) -> np.ndarray:
         """The vector of a text from the f32 vectors of its chunks, in the task's precision.
@@ -128,15 +130,6 @@ class EmbedTask:
         if self.quantizer is not None:
             mean = self.quantizer.on_host(mean[None])[0]
         return mean
-
-    def _all_modules(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
-        """All that is applied to the pooled rows before they are quantised, in order."""
-        modules: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.modules]
-        if self.dimensions is not None:
-            modules.append(lambda x: x[:, : self.dimensions].contiguous())
-        if self.normalize:
-            modules.append(Normalize())
-        return tuple(modules)
 
     def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
         return are_finite(outputs[1])
@@ -186,8 +179,8 @@ def embed(context: TaskContext, texts: Texts, options: EmbedOptions) -> Call[Emb
     reader = context.reader(options)
     reader.prompt = context.prompt(options)
     quantizer = vectors.quantizer
-    by_all = options.precision if needs_ranges(quantizer) else None
-    size, dtype = vectors.size(context.spec.output_size), None
+    by_all = options.precision if quantizer is not None and quantizer.needs_ranges else None
+    size, dtype = vectors.size, None
     if quantizer is not None and by_all is None:
         size, dtype = quantizer.size(size), quantizer.dtype
 
@@ -243,20 +236,25 @@ def dense_task(
         modules = tuple(module for module in modules if not isinstance(module, Normalize))
     normalizes = any(isinstance(module, Normalize) for module in modules)
     size = output_size(context.spec.output_size, modes, modules)
-    check_dimensions(options.dimensions, size=size)
     kept = options.dimensions
+    if kept is not None:
+        check_dimensions(kept, size=size)
     if kept is None and sentence.truncate_dim is not None and not with_latents:
         kept = min(sentence.truncate_dim, size)
+    quantizer, precision = None, options.precision
+    if not isinstance(precision, str) or precision != "float32" or options.ranges is not None:
+        quantizer = make_quantizer(
+            precision, options.ranges, dim=kept or size, device=checkpoint.device
+        )
     return EmbedTask(
         modes,
         modules,
+        kept or size,
         kept,
         skips_prompt=not sentence.include_prompt,
         # A checkpoint's truncate_dim cuts after it normalises, as in sentence-transformers.
         normalize=bool(options.normalize) or (normalizes and options.dimensions is not None),
-        quantizer=make_quantizer(
-            options.precision, options.ranges, dim=kept or size, device=checkpoint.device
-        ),
+        quantizer=quantizer,
     )
 
 

@@ -109,7 +109,7 @@ def embed_all(context: TaskContext, texts: Texts, options: AllOptions) -> Call[A
     job: Task[_Vectors] = EmbedAllTask(dense, sparse, tokens)
     reader = context.reader(options)
     reader.prompt = context.prompt(options)
-    dense_size, vocab_size = dense.size(context.spec.output_size), context.spec.vocab_size
+    dense_size, vocab_size = dense.size, context.spec.vocab_size
 
     def gather(results: Results[_Vectors | InputError]) -> AllEmbeddings:
         return join_all(

@@ -16,13 +16,11 @@ from bytetx.requests.spans import SpanReader
 from bytetx.tasks.call import Call
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.embed import DenseOptions, EmbedTask, dense_task
-from bytetx.tasks.precision import needs_ranges
 from bytetx.tasks.task import (
     OverflowOptions,
     PromptOptions,
     TextOptions,
     Texts,
-    keeps_bad_texts,
     option,
     task,
 )
@@ -118,7 +116,7 @@ def embed_chunks(
     reader = context.reader(cut)
     reader.prompt = context.prompt(options)
     rows = cast("Task[np.ndarray]", vectors)  # the rows of one array
-    sink = token_sink(_no_vectors(context, vectors))
+    sink = token_sink(_no_vectors(vectors))
     job = context.with_adapter(options, rows)
     return Call("embed_chunks", texts, job, reader, sink, merge=np.stack)
 
@@ -152,17 +150,17 @@ def embed_spans(
         prompt=context.prompt(options),
         truncate=options.truncate,
         with_alignment=True,
-        keeps_errors=keeps_bad_texts(options.on_error),
+        keeps_errors=options.on_error == "return",
         spans=spans,
     )
     rows: Task[np.ndarray] = EmbedSpansTask(vectors, len(reader.prompt))
-    sink = token_sink(_no_vectors(context, vectors))
+    sink = token_sink(_no_vectors(vectors))
     return Call("embed_spans", texts, context.with_adapter(options, rows), reader, sink)
 
 
 def _rows_task(context: TaskContext, options: DenseOptions) -> EmbedTask:
     job = dense_task(context, options)
-    if needs_ranges(job.quantizer):
+    if job.quantizer is not None and job.quantizer.needs_ranges:
         raise OptionError(
             f"precision {options.precision} of several vectors per text needs ranges (f32 [2, "
             "dimensions], minima and maxima)"
@@ -170,9 +168,9 @@ def _rows_task(context: TaskContext, options: DenseOptions) -> EmbedTask:
     return job
 
 
-def _no_vectors(context: TaskContext, job: EmbedTask) -> np.ndarray:
+def _no_vectors(job: EmbedTask) -> np.ndarray:
     """No rows, in the job's size and dtype."""
-    size, quantizer = job.size(context.spec.output_size), job.quantizer
+    size, quantizer = job.size, job.quantizer
     if quantizer is None:
         return np.empty((0, size), dtype=np.float32)
     return np.empty((0, quantizer.size(size)), dtype=quantizer.dtype)

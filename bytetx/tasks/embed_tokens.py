@@ -16,15 +16,13 @@ from bytetx.nn.sentence_modules import Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.nn.unseen_tokens import forward_with_unseen, why_no_unseen_tokens
 from bytetx.requests.inputs import Expansion, InputReader
-from bytetx.tasks.adapted import PROMPT_NAMES
 from bytetx.tasks.call import Call
-from bytetx.tasks.context import TaskContext
+from bytetx.tasks.context import PROMPT_NAMES, TaskContext
 from bytetx.tasks.embed import output_size
 from bytetx.tasks.precision import (
     Precision,
     Quantizer,
     make_quantizer,
-    needs_ranges,
     quantized,
 )
 from bytetx.tasks.task import TextOptions, Texts, option, task
@@ -175,7 +173,7 @@ def token_task(context: TaskContext, options: TokenOptions) -> tuple[int, TokenV
     quantizer = make_quantizer(
         options.precision, options.ranges, dim=size, device=checkpoint.device
     )
-    if needs_ranges(quantizer):
+    if quantizer is not None and quantizer.needs_ranges:
         raise OptionError(
             f"precision {options.precision} of token vectors needs ranges (f32 [2, {size}], minima "
             "and maxima)"

@@ -44,6 +44,11 @@ class Quantizer:
     def dtype(self) -> np.dtype:
         return DTYPES[self.precision]
 
+    @property
+    def needs_ranges(self) -> bool:
+        """Whether all vectors must be known before the first one can be quantised."""
+        return self.precision in _INTEGERS and self.ranges is None
+
     def size(self, dim: int) -> int:
         """Numbers of a row that was `dim` numbers."""
         return -(-dim // 8) if self.precision in _BITS else dim
@@ -113,11 +118,6 @@ def make_quantizer(
     given = _checked(ranges, dim)
     key = precision, given.tobytes()
     return Quantizer(precision, torch.from_numpy(given).to(device), key)
-
-
-def needs_ranges(quantizer: Quantizer | None) -> bool:
-    """Whether all vectors must be known before the first one can be quantised."""
-    return quantizer is not None and quantizer.precision in _INTEGERS and quantizer.ranges is None
 
 
 def quantize_all(vectors: np.ndarray, precision: str, *, failed: list[int]) -> np.ndarray:

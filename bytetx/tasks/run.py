@@ -43,7 +43,9 @@ class CallRun(Generic[T]):
     def __init__(self, call: Call[T], *, sink: Sink[Any] | None = None, priority: int = 0):
         """sink: None is the call's own."""
         self.call, self.counter = call, RunCounter()
-        texts = check_iterable("texts", call.texts)
+        texts = call.texts
+        if not isinstance(texts, list):
+            check_iterable("texts", texts)
         self.num_given = len(texts) if isinstance(texts, Sized) else None  # else nobody knows
         self.sink: Sink[Any] = call.new_sink(self.num_given) if sink is None else sink
         keeps_errors = call.reader.keeps_errors

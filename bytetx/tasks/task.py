@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_type_hints
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.requests.inputs import Input
 from bytetx.tasks.call import Call
-from bytetx.tasks.methods import attach
+from bytetx.tasks.methods import AsyncModelTasks, ModelTasks
 
 Texts = Iterable[Input]
 Pairs = Iterable[tuple[str, str]]
@@ -68,8 +68,18 @@ class OverflowOptions(TextOptions):
     stride: int = option(0, "Tokens that neighbouring chunks share.", min=0)
 
     def __post_init__(self) -> None:
+        """OptionError where a value is unknown or options exclude each other."""
         super().__post_init__()
-        chosen_overflow(self)
+        overflow, stride = self.overflow, self.stride
+        if overflow is not None and self.truncate:
+            raise OptionError("truncate and overflow exclude each other; give overflow alone")
+        if overflow not in (None, "error", "truncate", "chunk"):
+            raise OptionError(f"overflow must be error, truncate or chunk, got {shown(overflow)}")
+        if isinstance(stride, bool) or not isinstance(stride, int) or stride < 0:
+            raise OptionError(f"stride must be a number of tokens, 0 or more, got {shown(stride)}")
+        if stride and overflow != "chunk":
+            chosen = overflow or ("truncate" if self.truncate else "error")
+            raise OptionError(f"stride goes with overflow='chunk', got {shown(chosen)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,24 +103,6 @@ def keeps_bad_texts(on_error: str) -> bool:
     if on_error not in ("raise", "return"):
         raise InputError(f"on_error must be 'raise' or 'return', got {shown(on_error)}")
     return on_error == "return"
-
-
-def chosen_overflow(options: TextOptions) -> Overflow:
-    """The behaviour for texts that are too long. OptionError where options exclude each other."""
-    if not isinstance(options, OverflowOptions):
-        return "truncate" if options.truncate else "error"
-    overflow, stride = options.overflow, options.stride
-    if overflow is None:
-        overflow = "truncate" if options.truncate else "error"
-    elif options.truncate:
-        raise OptionError("truncate and overflow exclude each other; give overflow alone")
-    if overflow not in ("error", "truncate", "chunk"):
-        raise OptionError(f"overflow must be error, truncate or chunk, got {shown(overflow)}")
-    if isinstance(stride, bool) or not isinstance(stride, int) or stride < 0:
-        raise OptionError(f"stride must be a number of tokens, 0 or more, got {shown(stride)}")
-    if stride and overflow != "chunk":
-        raise OptionError(f"stride goes with overflow='chunk', got {shown(overflow)}")
-    return overflow
 
 
 @dataclass(frozen=True)
@@ -220,7 +212,30 @@ def task(
             has_route,
         )
         TASKS[name] = spec
-        attach(spec)
+        _attach(spec)
         return start
 
     return declare
+
+
+def _attach(spec: TaskSpec) -> None:
+    """Gives both classes the method of a task."""
+
+    def method(self: ModelTasks, *inputs: Any, **given: Any) -> Any:
+        return self._run_task(spec, inputs, given)
+
+    async def async_method(self: AsyncModelTasks, *inputs: Any, **given: Any) -> Any:
+        return await self._run_task(spec, inputs, given)
+
+    run = (
+        {"show_progress": False} if spec.item is None else {"stream": False, "show_progress": False}
+    )
+    _put(ModelTasks, method, spec, run)
+    _put(AsyncModelTasks, async_method, spec, {"priority": 0, "timeout_s": None})
+
+
+def _put(owner: type, method: Callable[..., Any], spec: TaskSpec, run: dict[str, Any]) -> None:
+    method.__name__, method.__qualname__ = spec.name, f"{owner.__name__}.{spec.name}"
+    method.__doc__, method.__module__ = spec.doc, owner.__module__
+    method.__signature__ = spec.signature(**run)  # type: ignore[attr-defined]
+    setattr(owner, spec.name, method)
