@@ -20,7 +20,7 @@ from bytetx.requests.prompts import Prompt, is_chat
 from bytetx.sampling_params import SamplingParams
 from bytetx.tasks.async_run import AsyncRun
 from bytetx.tasks.async_stats import AsyncStats, engine_stats
-from bytetx.tasks.call import Call
+from bytetx.tasks.call import TaskCall
 from bytetx.tasks.catalog import AsyncModelTasks
 from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread, PromptGroup
@@ -236,7 +236,7 @@ class AsyncModel(AsyncModelTasks):
         return await self._run(call, model, priority=priority, timeout_s=timeout_s)
 
     async def _run(
-        self, call: Call[T], model: Model, *, priority: int, timeout_s: float | None
+        self, call: TaskCall[T], model: Model, *, priority: int, timeout_s: float | None
     ) -> T:
         check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)

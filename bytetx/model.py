@@ -22,7 +22,7 @@ from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_generation
 from bytetx.parallel.grid import Grid
 from bytetx.runtime.forking import computing
-from bytetx.tasks.call import Call
+from bytetx.tasks.call import TaskCall
 from bytetx.tasks.catalog import ModelTasks
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.generate import GenerationMixin
@@ -214,7 +214,7 @@ class Model(GenerationMixin, ModelTasks):
 
     def _call(
         self, spec: TaskSpec, inputs: tuple[Any, ...], options: TaskOptions
-    ) -> tuple["Model", Call[Any]]:
+    ) -> tuple["Model", TaskCall[Any]]:
         """A call of a task, ready to run, and the model that runs it: that of its route, if any.
 
         Raises OptionError for a task without a route.

@@ -57,6 +57,24 @@ def test_no_trailing_comment_begins_with_of() -> None:
     assert found == []
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """Private ones of two files may have one, but not that of a public class."""
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                place = f"{path.relative_to(PACKAGE)}: {node.name}"
+                places.setdefault(node.name.lstrip("_"), []).append(place)
+    # A module of sentence-transformers has the name that it has there.
+    del places["LayerNorm"]
+    found = [
+        of_one
+        for name, of_one in places.items()
+        if len(of_one) > 1 and any(place.endswith(f" {name}") for place in of_one)
+    ]
+    assert found == []
+
+
 def test_no_native_comment_begins_with_of_or_what() -> None:
     """A comment on its own lines may go on with either word, in lower case; one behind code not."""
     fragment = re.compile(r"^\s*//+ ?(Of|What)\b|\S.*//+ ?(of|what|Of|What)\b")

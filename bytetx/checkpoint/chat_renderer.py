@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
             kind = TEXT
         except MemoryError:
             kind, text = TOO_MUCH, f"needs more than {_MAX_BYTES >> 30} GiB of memory"
-        except _TooLongError:
+        except _TemplateTooLongError:
             kind, text = TOO_MUCH, f"writes more than {_MAX_CHARACTERS:,} characters"
         except Exception as error:  # a template raises whatever Python does
             kind, text = BROKEN if prompt is None else REFUSED, _describe(error)
@@ -79,7 +79,7 @@ def _limit_processor_time(seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-class _TooLongError(Exception):
+class _TemplateTooLongError(Exception):
     pass
 
 
@@ -98,7 +98,7 @@ class _Prompt:
         self._takes_parts: bool | None = None  # known with the first chat that needs it
         try:
             self._write(_SMALL_CHAT, {})
-        except (MemoryError, _TooLongError):
+        except (MemoryError, _TemplateTooLongError):
             raise
         except Exception:
             return
@@ -130,7 +130,7 @@ class _Prompt:
         parts = [{"type": "text", "text": text} for text in _MARKED]
         try:
             text = self._write([{"role": "user", "content": parts}], {})
-        except (MemoryError, _TooLongError):
+        except (MemoryError, _TemplateTooLongError):
             raise
         except Exception:
             return False
@@ -168,7 +168,7 @@ class _Prompt:
             pieces.append(piece)
             length += len(piece)
             if length > _MAX_CHARACTERS:
-                raise _TooLongError
+                raise _TemplateTooLongError
         return "".join(pieces)
 
 
@@ -216,7 +216,9 @@ def _describe(error: Exception) -> str:
 def _environment() -> ImmutableSandboxedEnvironment:
     """Build the environment that templates of Hugging Face checkpoints rely on."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
@@ -224,7 +226,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-class _Generation(Extension):
+class _GenerationBlock(Extension):
     """{% generation %} ... {% endgeneration %} marks answers for training; here it is its body."""
 
     tags = {"generation"}

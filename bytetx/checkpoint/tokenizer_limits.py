@@ -46,7 +46,7 @@ def check_tokenizer(path: Path, backend: tokenizers.Tokenizer) -> None:
 
     path: of its file, for the error.  backend: as read; it has tokenised nothing yet.
     """
-    limits = _Limits(path)
+    limits = _TokenizerParts(path)
     limits.check_normalizer(state_of(backend.normalizer))
     limits.check_pre_tokenizer(state_of(backend.pre_tokenizer))
     limits.check_post_processor(state_of(backend.post_processor))
@@ -77,7 +77,7 @@ def _longest_text(raw: bytes) -> int:
     return int(lengths.max())
 
 
-class _Limits:
+class _TokenizerParts:
     """The parts of one tokenizer; errors name its file."""
 
     def __init__(self, path: Path):

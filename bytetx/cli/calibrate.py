@@ -36,7 +36,7 @@ _KERNELS = 200  # in the graph that tells the time between two
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class CalibrationSizes:
     """Sizes of what is measured: GEMMs by rows and features, the root of inputs x outputs;
     attention over `tokens` in texts of `lengths`; bytes that are copied, payloads of collectives,
     and of z's copies."""
@@ -53,7 +53,7 @@ class Sizes:
     sum_features: int
 
 
-_CUDA = Sizes(
+_CUDA = CalibrationSizes(
     gemm_rows=(128, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     features=(1024, 2048, 4096, 8192, 16384),
     tokens=16384,
@@ -65,7 +65,7 @@ _CUDA = Sizes(
     sum_rows=(1024, 4096, 16384),
     sum_features=2048,
 )
-_CPU = Sizes(
+_CPU = CalibrationSizes(
     gemm_rows=(16, 128, 1024),
     features=(768,),
     tokens=256,
@@ -286,7 +286,12 @@ def _gemm_tflops(
 
 
 def _attention_tflops(
-    length: int, head_dim: int, causal: bool, sizes: Sizes, device: torch.device, timer: Timer
+    length: int,
+    head_dim: int,
+    causal: bool,
+    sizes: CalibrationSizes,
+    device: torch.device,
+    timer: Timer,
 ) -> float:
     tokens, heads = sizes.tokens, sizes.num_heads
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

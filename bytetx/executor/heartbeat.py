@@ -29,7 +29,7 @@ class Progress(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerTimes:
     """silent_s: since its last frame.  stuck_s: since its last progress, while it has work."""
 
     pid: int
@@ -53,7 +53,7 @@ class Heartbeats:
         """pids: of ranks 1, 2, ...; 0 where a process is not known."""
         self.limit_s, self.patience_s = limit_s, PATIENCE * limit_s
         self.tick_s = min(_MAX_TICK_S, limit_s / _CHECKS_PER_LIMIT)
-        self._workers = {rank: _Worker(pid) for rank, pid in enumerate(pids, start=1)}
+        self._workers = {rank: _WorkerTimes(pid) for rank, pid in enumerate(pids, start=1)}
         self._last_check: float | None = None
 
     def hear(self, rank: int, progress: Progress | None = None) -> None:
@@ -82,7 +82,7 @@ class Heartbeats:
                 return reason
         return self._hang(num_collectives)
 
-    def _silence(self, rank: int, worker: _Worker) -> str | None:
+    def _silence(self, rank: int, worker: _WorkerTimes) -> str | None:
         if worker.silent_s < self.limit_s:
             return None
         who = f"rank {rank} (process {worker.pid})"

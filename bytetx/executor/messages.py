@@ -130,14 +130,14 @@ def decode(data: bytes) -> Message:
         raise ValueError(f"no message: {error}") from error
 
 
-class _Form(NamedTuple):
+class _MessageForm(NamedTuple):
     """How a kind of message is written and read."""
 
     write: Callable[[Any], bytes]
     read: Callable[[bytes], Any]
 
 
-def _flat_form(tag: int, kind: type, layout: str) -> _Form:
+def _flat_form(tag: int, kind: type, layout: str) -> _MessageForm:
     """The form of a message whose fields are integers and booleans, in their order."""
     packer = struct.Struct(f"<B{layout}")
     names = [field.name for field in fields(kind)]
@@ -149,7 +149,7 @@ def _flat_form(tag: int, kind: type, layout: str) -> _Form:
     def read(data: bytes) -> Any:
         return kind(*packer.unpack(data)[1:])
 
-    return _Form(write, read)
+    return _MessageForm(write, read)
 
 
 # A socket takes some hundred MB/s; a collective of devices starts as late as some 100 KB arrive.
@@ -260,13 +260,13 @@ _KINDS = (Join, Load, NewCache, DropCache, Logits, Decode, Forward)
 _NAMES = ", ".join(kind.__name__ for kind in _KINDS)
 _TAGS = {kind: tag for tag, kind in enumerate(_KINDS)}
 _FORMS = {
-    Join: _Form(_write_join, _read_join),
-    Load: _Form(_write_load, _read_load),
+    Join: _MessageForm(_write_join, _read_join),
+    Load: _MessageForm(_write_load, _read_load),
     NewCache: _flat_form(_TAGS[NewCache], NewCache, "QQI"),
     DropCache: _flat_form(_TAGS[DropCache], DropCache, "Q"),
-    Logits: _Form(_write_logits, _read_logits),
+    Logits: _MessageForm(_write_logits, _read_logits),
     Decode: _flat_form(_TAGS[Decode], Decode, "QII??"),
-    Forward: _Form(_write_forward, _read_forward),
+    Forward: _MessageForm(_write_forward, _read_forward),
 }
 _FORMS_BY_TAG = {_TAGS[kind]: form for kind, form in _FORMS.items()}
 

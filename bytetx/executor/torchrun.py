@@ -143,7 +143,7 @@ class TorchrunLeader:
             with suppress(OSError):  # Workers reports a rank that has ended
                 channel.send(_START, json.dumps(str(folder)).encode())
         channels = [channel for channel, _ in found]
-        processes = [_Process(pid) for _, pid in found]
+        processes = [_TorchrunProcess(pid) for _, pid in found]
         # torchrun ends this process as soon as another rank has ended.
         workers = Workers(channels, processes, folder=folder, limit_s=limit_s, logs_failure=True)
         return workers, store
@@ -205,7 +205,7 @@ class TorchrunLeader:
         return True
 
 
-class _Process:
+class _TorchrunProcess:
     """A rank that torchrun started; see control.Process. Only torchrun gets its exit code."""
 
     def __init__(self, pid: int):

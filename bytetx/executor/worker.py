@@ -64,7 +64,7 @@ def serve_torchrun_rank(torchrun: TorchrunRank) -> None:
 def serve(leader: LeaderConnection, *, rank: int, size: int, store: Store) -> None:
     """Does what rank 0 asks until it closes. Ends the process where that fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what an interrupt means
-    worker = _Worker(leader, rank=rank, size=size, store=store)
+    worker = _RankWorker(leader, rank=rank, size=size, store=store)
     try:
         leader.reply()
         while (message := leader.receive(worker.check)) is not None:
@@ -85,7 +85,7 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-class _Worker:
+class _RankWorker:
     """A rank's shard of the model and what belongs to it."""
 
     def __init__(self, leader: LeaderConnection, *, rank: int, size: int, store: Store):

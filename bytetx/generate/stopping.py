@@ -9,7 +9,7 @@ from bytetx.generate.scheduler import SequenceState
 from bytetx.sampling_params import SamplingParams
 
 
-class _Match(NamedTuple):
+class _StopMatch(NamedTuple):
     """A stop string in a stream; of two, the larger one is complete first, or the longer one.
 
     num_after: characters of the stream behind it.
@@ -34,7 +34,7 @@ class _Search:
     def __post_init__(self) -> None:
         self._starts = frozenset(stop[0] for stop in self.stops)
 
-    def feed(self, text: str, *, is_early: bool) -> _Match | None:
+    def feed(self, text: str, *, is_early: bool) -> _StopMatch | None:
         """The stop string that is complete first. is_early: what is complete does not count."""
         num_searched = len(self.held)
         text = self.held + text
@@ -46,12 +46,12 @@ class _Search:
         self.held = text[len(text) - num_held :]
         return match
 
-    def _matches(self, text: str, num_searched: int) -> Iterator[_Match]:
+    def _matches(self, text: str, num_searched: int) -> Iterator[_StopMatch]:
         """The first one of each stop string that ends after the first num_searched characters."""
         for stop in self.stops:
             start = text.find(stop, max(0, num_searched + 1 - len(stop)))
             if start >= 0:
-                yield _Match(len(text) - start - len(stop), len(stop), stop)
+                yield _StopMatch(len(text) - start - len(stop), len(stop), stop)
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class StopStrings:
         is_shown = self._is_shown + [not is_hidden] * len(text)
         has_hidden = not all(is_shown)
         # Each match with the number of shown characters from its start on.
-        found: list[tuple[_Match, int]] = []
+        found: list[tuple[_StopMatch, int]] = []
         if not is_hidden:
             self._unreturned += text
             match = self._shown.feed(text, is_early=is_early)

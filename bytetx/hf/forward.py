@@ -27,7 +27,7 @@ from bytetx.hf.padding import (
     read_mask,
 )
 from bytetx.hf.pads import is_token_of, loss_reads_pads, zero_pads
-from bytetx.hf.plan import Plan, build_plan
+from bytetx.hf.plan import PassPlan, build_plan
 from bytetx.hf.pooler import run_pooler
 from bytetx.hf.stand_in import IN_THEIR_LOOP, StandIn
 from bytetx.nn.transformer import Transformer
@@ -208,7 +208,7 @@ class PackedForward(StandIn):
         self.pads = pads
         self.notices = Notices()
         self.bad_ids = BadIds()
-        self.plan: Plan | None = None
+        self.plan: PassPlan | None = None
         # The graphs of a plan's transformer, None where it can have none.
         self.graphs: tuple[Transformer, GraphPasses | None] | None = None
 
@@ -330,7 +330,7 @@ class PackedForward(StandIn):
             words.send()
         return None
 
-    def _plan_with_graphs(self) -> tuple[Plan | None, GraphPasses | None]:
+    def _plan_with_graphs(self) -> tuple[PassPlan | None, GraphPasses | None]:
         """The plan as it is, or the first one; and its graphs, None where it can have none."""
         plan = self.plan  # read once: another thread may be moving the model
         if plan is None:
@@ -400,7 +400,7 @@ class PackedForward(StandIn):
         self.notices.say(reason)
         return None
 
-    def current_plan(self) -> Plan:
+    def current_plan(self) -> PassPlan:
         """The current plan, built again where the model was changed."""
         plan = self.plan  # read once: another thread may be moving the model
         if plan is None or not plan.snapshot.is_current():
@@ -482,7 +482,7 @@ def zeros_of(module: "PreTrainedModel") -> Callable[[Any, Mapping[str, Any]], No
     return partial(zero_pads, has_plain_logits=is_plain)
 
 
-def _plan_reason(plan: Plan, inputs: Inputs) -> str | None:
+def _plan_reason(plan: PassPlan, inputs: Inputs) -> str | None:
     """Why the modes and gradients of this call need the original forward, or None."""
     if plan.snapshot.is_training():
         return "an inner module is in training mode; call .eval()"

@@ -163,7 +163,7 @@ class GenerateStandIn(StandIn):
             )
 
     def _answers(
-        self, layout: Layout, ids: torch.Tensor, limits: "_Limits"
+        self, layout: Layout, ids: torch.Tensor, limits: "_AnswerLimits"
     ) -> list[list[int]] | str:
         """The tokens that follow each row, or why transformers must generate them."""
         forward = base_forward(self.module)
@@ -180,7 +180,7 @@ class GenerateStandIn(StandIn):
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class _AnswerLimits:
     """How long an answer may be and what ends it: tokens, and the ids of end-of-text tokens."""
 
     max_tokens: int
@@ -188,7 +188,9 @@ class _Limits:
     eos_token_ids: tuple[int, ...]
 
 
-def _limits(processors: Iterable[Any], criteria: Iterable[Any], *, width: int) -> _Limits | str:
+def _limits(
+    processors: Iterable[Any], criteria: Iterable[Any], *, width: int
+) -> _AnswerLimits | str:
     """The limits in transformers' prepared processors and criteria, or an unknown one's name."""
     max_tokens, min_tokens, eos = 0, 0, ()
     for processor in processors:
@@ -209,7 +211,7 @@ def _limits(processors: Iterable[Any], criteria: Iterable[Any], *, width: int) -
                 return f"{name} ends the answers"
     if max_tokens < 1:
         return f"max_length leaves no token for rows of {width}"
-    return _Limits(max_tokens, min(min_tokens, max_tokens), eos)
+    return _AnswerLimits(max_tokens, min(min_tokens, max_tokens), eos)
 
 
 def _layout_reason(layout: Layout, max_tokens: int, spec: ModelSpec) -> str | None:
@@ -255,7 +257,10 @@ def _checkpoint_of(forward: CausalForward, lm_head: nn.Linear) -> LoadedCheckpoi
 
 
 def _generate(
-    engines: EngineCache, checkpoint: LoadedCheckpoint, prompts: list[list[int]], limits: _Limits
+    engines: EngineCache,
+    checkpoint: LoadedCheckpoint,
+    prompts: list[list[int]],
+    limits: _AnswerLimits,
 ) -> list[list[int]]:
     """Greedy answers by an engine that no other call uses; raises the first error."""
     lengths = [len(prompt) + limits.max_tokens for prompt in prompts]
@@ -275,7 +280,7 @@ def _generate(
     return answers
 
 
-def _params_of(limits: _Limits) -> SamplingParams:
+def _params_of(limits: _AnswerLimits) -> SamplingParams:
     return SamplingParams(
         temperature=0,
         max_tokens=limits.max_tokens,

@@ -54,7 +54,7 @@ class PaddedRows:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _BlockViews:
     """Views of a graph's block, which live as long as the graph."""
 
     packed: PackedIds | None = None
@@ -182,7 +182,7 @@ class GraphPasses:
                 partial(self._compute, layout, wants),
                 num_ints=layout.num_ints,
                 total_tokens=layout.bucket.total_tokens,
-                keep=_Kept(),
+                keep=_BlockViews(),
             )
         return captured
 
@@ -259,7 +259,7 @@ def _packed_of(
     if captured is None:
         return _packed_in(torch.empty(layout.num_ints, dtype=torch.int32, device=device), layout)
     kept = captured.keep
-    assert isinstance(kept, _Kept)  # _find_graph made it
+    assert isinstance(kept, _BlockViews)  # _find_graph made it
     if kept.packed is None:
         kept.packed = _packed_in(captured.block, layout)
     return kept.packed

@@ -41,7 +41,7 @@ _BUILD_LOCK = threading.Lock()  # fusing re-points parameters: one thread at a t
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PassPlan:
     """A Transformer over a base model's own parameters, or the reason why there is none."""
 
     transformer: Transformer | None
@@ -124,7 +124,7 @@ class Snapshot:
         return any(tensor.requires_grad for tensor in self.tensors)
 
 
-def build_plan(base: "PreTrainedModel") -> Plan:
+def build_plan(base: "PreTrainedModel") -> PassPlan:
     """Inspects the base model and, where it is supported, shares its parameters.
 
     The query, key and value parameters of each layer become views of one storage, and so do gate
@@ -141,7 +141,7 @@ def build_plan(base: "PreTrainedModel") -> Plan:
         except CheckpointError as error:
             reason = str(error)
         snapshot.seal()
-        return Plan(transformer, reason, snapshot)
+        return PassPlan(transformer, reason, snapshot)
 
 
 def separate_parameters(base: nn.Module) -> None:

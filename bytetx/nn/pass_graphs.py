@@ -96,7 +96,7 @@ class PassGraphs:
         rows = layout.bucket.total_tokens
         if self._output is None or len(self._output) < rows:
             return None  # an eager pass of these sizes was of another cache
-        kept = _Kept(self._output[:rows])
+        kept = _GraphOutput(self._output[:rows])
         compute = partial(_store, kept.output, self._transformer, layout, seqlens)
         before = [collectives.tally() for collectives in self._collectives]
         captured = self._graphs.capture(
@@ -139,7 +139,7 @@ def _store(
     return ()
 
 
-class _Kept:
+class _GraphOutput:
     """A graph's output, and the counts that each replay adds to the ledger of each group."""
 
     def __init__(self, output: torch.Tensor):
@@ -147,8 +147,8 @@ class _Kept:
         self.tallies: list[Tally] = []
 
 
-def _kept(captured: CapturedStep) -> _Kept:
-    assert isinstance(captured.keep, _Kept)
+def _kept(captured: CapturedStep) -> _GraphOutput:
+    assert isinstance(captured.keep, _GraphOutput)
     return captured.keep
 
 

@@ -50,7 +50,7 @@ class SlottedPlacement(RankPlacement):
             raise ValueError("on_kv must be None: each slot has the keys of its own sequences")
         assigned = self._assign(batch)
         own = assigned[self._slots.rank]
-        rows = _Rows(batch.seqlens.numpy(), assigned)
+        rows = _SlotRows(batch.seqlens.numpy(), assigned)
         own_rows = rows.of(self._slots.rank)
         if cache is None and on_layer is None:
             states = self._replay(batch, own, own_rows)
@@ -72,7 +72,7 @@ class SlottedPlacement(RankPlacement):
         own_batch = take_sequences(batch.host, own, torch.from_numpy(own_rows))
         return self.graphs.run(own_batch, captures=batch.allows_capture)
 
-    def _gather(self, x: torch.Tensor, rows: "_Rows", sources: torch.Tensor) -> torch.Tensor:
+    def _gather(self, x: torch.Tensor, rows: "_SlotRows", sources: torch.Tensor) -> torch.Tensor:
         """This slot's rows, with or without more behind them -> those of the batch, in order."""
         sent = x[: rows.largest]
         if len(sent) < rows.largest:
@@ -94,7 +94,7 @@ class SlottedPlacement(RankPlacement):
         return found
 
 
-class _Rows:
+class _SlotRows:
     """Which rows of a batch each slot has.  largest: the most that one has."""
 
     def __init__(self, seqlens: np.ndarray, assigned: Sequence[Sequence[int]]):

@@ -69,7 +69,7 @@ def forward_with_unseen(
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _SeenRows:
     """rows: int64, the batch's row that each row of the pass takes.  seqlens: int32 of the pass.
 
     targets, sources: int64, rows of the pass that get keys and values, and those that give them.
@@ -83,7 +83,7 @@ class _Layout:
     order: np.ndarray
 
 
-def _layout(seqlens: np.ndarray, num_unseen: np.ndarray) -> _Layout:
+def _layout(seqlens: np.ndarray, num_unseen: np.ndarray) -> _SeenRows:
     rows, lengths, targets, sources, order = [], [], [], [], []
     # The first row of a sequence in the batch, and of its rows in the pass.
     start, done = 0, 0
@@ -97,7 +97,7 @@ def _layout(seqlens: np.ndarray, num_unseen: np.ndarray) -> _Layout:
         sources.append(np.tile(np.arange(done, done + seen), copies))
         order.append(np.arange(done, done + length))
         start, done = start + length, done + (1 + copies) * seen
-    return _Layout(
+    return _SeenRows(
         np.concatenate(rows),
         np.array(lengths, dtype=np.int32),
         np.concatenate(targets),

@@ -267,7 +267,7 @@ def _backend(
     return backend
 
 
-class _Collectives(Protocol):
+class _TorchBackend(Protocol):
     """Methods that every backend of torch has and torch's stubs lack."""
 
     def _allgather_base(self, received: Tensor, sent: Tensor) -> dist.Work: ...
@@ -298,7 +298,7 @@ class GroupCollectives:
 
     def __init__(self, backend: Backend | None, *, rank: int, size: int):
         """backend: None of a group of one rank, whose calls return what they are given."""
-        self._backend: _Collectives | None = cast("_Collectives | None", backend)
+        self._backend: _TorchBackend | None = cast("_TorchBackend | None", backend)
         self._rank, self._size = rank, size
         self._is_gloo = isinstance(backend, dist.ProcessGroupGloo)
         self._is_aborted = False
@@ -321,7 +321,7 @@ class GroupCollectives:
         """Whether a CUDA graph can hold these collectives: NCCL's, or none at all."""
         return not self._is_gloo
 
-    def _begin(self) -> _Collectives:
+    def _begin(self) -> _TorchBackend:
         assert self._backend is not None  # no rank calls one after abort
         self.num_begun += 1
         return self._backend

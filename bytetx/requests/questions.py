@@ -36,7 +36,7 @@ class QuestionReader(InputReader):
             return no_requests()
         tokenizer = self.tokenizer.untruncated()
         encodings = tokenizer.encode(list(given.values()), with_offsets=True)
-        rows: list[_Row] = []
+        rows: list[_QuestionRow] = []
         for (index, text), encoding in zip(given.items(), encodings, strict=True):
             rows += self._rows(index, text[1], encoding, errors)
         requests = _as_requests(rows, has_types=self._has_types(tokenizer))
@@ -48,7 +48,7 @@ class QuestionReader(InputReader):
 
     def _rows(
         self, index: int, context: str, encoding: tokenizers.Encoding, errors: Errors
-    ) -> "list[_Row]":
+    ) -> "list[_QuestionRow]":
         sequence_ids = encoding.sequence_ids
         places = [place for place, sequence in enumerate(sequence_ids) if sequence == 1]
         first = places[0] if places else len(sequence_ids)
@@ -75,7 +75,7 @@ class QuestionReader(InputReader):
         all_ids, types = encoding.ids, encoding.type_ids
         words, offsets, special = encoding.word_ids, encoding.offsets, encoding.special_tokens_mask
         before, after = list(range(first)), list(range(last, len(all_ids)))
-        rows: list[_Row] = []
+        rows: list[_QuestionRow] = []
         for start in starts:
             chunk = range(first + start, min(first + start + room, last))
             kept = [*before, *chunk, *after]
@@ -87,7 +87,7 @@ class QuestionReader(InputReader):
                 [sequence_ids[i] for i in kept],
             )
             ids = [all_ids[i] for i in kept]
-            rows.append(_Row(index, len(rows), ids, [types[i] for i in kept], alignment))
+            rows.append(_QuestionRow(index, len(rows), ids, [types[i] for i in kept], alignment))
         return rows
 
     def read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:
@@ -96,7 +96,7 @@ class QuestionReader(InputReader):
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _QuestionRow:
     index: int
     number: int
     token_ids: list[int]
@@ -104,7 +104,7 @@ class _Row:
     alignment: Alignment
 
 
-def _as_requests(rows: list[_Row], *, has_types: bool) -> Requests:
+def _as_requests(rows: list[_QuestionRow], *, has_types: bool) -> Requests:
     if not rows:
         return no_requests()
     seqlens = np.array([len(row.token_ids) for row in rows], dtype=np.int32)

@@ -8,7 +8,7 @@ import torch
 
 from bytetx.buckets import FILLER_TOKENS, Bucket
 from bytetx.packed import PackedBatch
-from bytetx.runtime.step_layout import Field, StepLayout
+from bytetx.runtime.step_layout import BlockField, StepLayout
 
 
 class BatchLayout:
@@ -18,9 +18,9 @@ class BatchLayout:
         """columns: names of further arrays that have a number for each sequence."""
         self.bucket, self._key = bucket, (bucket, has_token_types, tuple(columns))
         tokens = ("input_ids", "position_ids", *(("token_type_ids",) if has_token_types else ()))
-        fields = [Field("cu_seqlens", (bucket.batch_size + 1,))]
-        fields += [Field(name, (bucket.batch_size,)) for name in columns]
-        fields += [Field(name, (bucket.total_tokens,)) for name in tokens]
+        fields = [BlockField("cu_seqlens", (bucket.batch_size + 1,))]
+        fields += [BlockField(name, (bucket.batch_size,)) for name in columns]
+        fields += [BlockField(name, (bucket.total_tokens,)) for name in tokens]
         self._block = StepLayout(fields)
         self._filler_ends = FILLER_TOKENS * np.arange(1, bucket.num_fillers + 1, dtype=np.int32)
 

@@ -23,7 +23,7 @@ _SPAWN = 'start processes with multiprocessing.get_context("spawn")'
 
 
 @dataclass(slots=True)
-class _Process:
+class _ForkHistory:
     """The history of this process and of those that it was forked from.
 
     running: computations that go on, one object each; adding and discarding is atomic.
@@ -37,7 +37,7 @@ class _Process:
     num_forks: int = 0
 
 
-_PROCESS = _Process()  # one per process, as there is one of each thread pool
+_PROCESS = _ForkHistory()  # one per process, as there is one of each thread pool
 
 
 @contextmanager

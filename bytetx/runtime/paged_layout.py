@@ -22,7 +22,7 @@ import torch
 
 from bytetx.packed import PackedBatch, Past
 from bytetx.runtime.input_batch import InputBatch
-from bytetx.runtime.step_layout import Field, StepLayout
+from bytetx.runtime.step_layout import BlockField, StepLayout
 
 # With more tokens the GPU takes longer than the host for any model of 20 or more layers (H200).
 MAX_MIXED_TOKENS = 2048
@@ -138,12 +138,12 @@ def decode_layout(num_rows: int, num_pages: int) -> PagedLayout:
     """The layout of the smallest bucket that holds such a decode step."""
     rows, pages = round_rows(num_rows), _round_pages(num_pages)
     fields = (
-        Field("cu_seqlens", (rows + 1,)),
+        BlockField("cu_seqlens", (rows + 1,)),
         *(
-            Field(name, (rows,))
+            BlockField(name, (rows,))
             for name in ("kv_seqlens", "slot_indices", "positions", "slot_mapping")
         ),
-        Field("page_table", (rows, pages)),
+        BlockField("page_table", (rows, pages)),
     )
     return PagedLayout(rows, rows, pages, rows, is_decode=True, block=StepLayout(fields))
 
@@ -159,11 +159,11 @@ def mixed_layout(
     rows, seqs = _round_tokens(total_tokens), _round_seqs(num_seqs)
     pages, samples = _round_pages(num_pages), _round_seqs(max(num_seqs, num_samples))
     fields = (
-        Field("cu_seqlens", (seqs + 2,)),
-        Field("kv_seqlens", (seqs + 1,)),
-        *(Field(name, (rows,)) for name in ("input_ids", "positions", "slot_mapping")),
-        *(Field(name, (samples,)) for name in ("logits_rows", "slot_indices")),
-        Field("page_table", (seqs + 1, pages)),
+        BlockField("cu_seqlens", (seqs + 2,)),
+        BlockField("kv_seqlens", (seqs + 1,)),
+        *(BlockField(name, (rows,)) for name in ("input_ids", "positions", "slot_mapping")),
+        *(BlockField(name, (samples,)) for name in ("logits_rows", "slot_indices")),
+        BlockField("page_table", (seqs + 1, pages)),
     )
     return PagedLayout(rows, seqs, pages, samples, is_decode=False, block=StepLayout(fields))
 

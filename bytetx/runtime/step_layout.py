@@ -10,7 +10,7 @@ _ALIGNMENT = 4  # int32s: every array starts at a multiple of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class BlockField:
     """One int32 array of a step. shape: its room in the block, one or two dimensions."""
 
     name: str
@@ -20,7 +20,7 @@ class Field:
 class StepLayout:
     """The offsets of declared fields in a block of `num_ints` int32s, in the order given."""
 
-    def __init__(self, fields: Sequence[Field]):
+    def __init__(self, fields: Sequence[BlockField]):
         self._fields: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         end = 0
         for field in fields:

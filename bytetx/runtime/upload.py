@@ -44,18 +44,18 @@ class Uploader:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _UploadedArray:
     """Where an array lies in the block, in int32s."""
 
     first: int
     end: int
 
 
-def _parts(arrays: Sequence[np.ndarray]) -> tuple[list[_Part], int]:
+def _parts(arrays: Sequence[np.ndarray]) -> tuple[list[_UploadedArray], int]:
     """Each array's part of the buffer, and the int32s of all."""
     parts, end = [], 0
     for array in arrays:
         first = aligned(end)
         end = first + array.nbytes // 4
-        parts.append(_Part(first, end))
+        parts.append(_UploadedArray(first, end))
     return parts, max(end, 1)

@@ -58,7 +58,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Generation:
+class PromptRequest:
     """One request on its way: its pieces, what they add up to, and its times."""
 
     exchange: Exchange
@@ -152,13 +152,13 @@ async def chat_completions(body: ChatRequest, exchange: Exchange) -> Response:
     return json_answer(exchange, content, num_characters=_count_characters(body.messages))
 
 
-class _Form:
+class _AnswerForm:
     """How choices and pieces look in one of the two routes."""
 
     kind = ""
     chunk_object = ""
 
-    def __init__(self, exchange: Exchange, run: Generation):
+    def __init__(self, exchange: Exchange, run: PromptRequest):
         self.run, self.model = run, run.facts.name
         self.request_id = f"{self.kind}-{exchange.request_id}"
 
@@ -184,7 +184,7 @@ class _Form:
         return orjson.dumps(self.document(self.chunk_object) | {"choices": choices} | more)
 
 
-class _Completions(_Form):
+class _Completions(_AnswerForm):
     kind = "cmpl"
     chunk_object = "text_completion"
 
@@ -205,7 +205,7 @@ class _Completions(_Form):
         }
 
 
-class _Chat(_Form):
+class _Chat(_AnswerForm):
     kind = "chatcmpl"
     chunk_object = "chat.completion.chunk"
 
@@ -232,7 +232,7 @@ class _Chat(_Form):
         }
 
 
-async def _stream(form: _Form, *, includes_usage: bool) -> Response:
+async def _stream(form: _AnswerForm, *, includes_usage: bool) -> Response:
     """Events; an error before the first token still has a status of its own."""
     pieces = form.run.pieces()
     try:
@@ -244,7 +244,7 @@ async def _stream(form: _Form, *, includes_usage: bool) -> Response:
 
 
 async def _events(
-    form: _Form,
+    form: _AnswerForm,
     pieces: AsyncGenerator[tuple[int, Piece], None],
     first: tuple[int, Piece],
     *,
@@ -261,7 +261,7 @@ async def _events(
         yield form.event([], usage=form.run.usage.as_json())
 
 
-async def _collect(run: Generation) -> list[Choice]:
+async def _collect(run: PromptRequest) -> list[Choice]:
     choices = [Choice() for _ in range(len(run.prompts) * run.n)]
     async with aclosing(run.pieces()) as pieces:
         async for number, piece in pieces:
@@ -313,7 +313,7 @@ async def _merged(
 
 def _start(
     exchange: Exchange, facts: ModelFacts, prompts: Sequence[Any], options: dict[str, Any]
-) -> Generation:
+) -> PromptRequest:
     exchange.facts = facts
     num_outputs, most = options["n"] * len(prompts), exchange.site.settings.max_queued_requests
     if num_outputs > most:
@@ -324,7 +324,7 @@ def _start(
             param="n",
         )
     price = _settle_max_tokens(facts, options, num_prompts=len(prompts))
-    return Generation(exchange, facts, prompts, options, options["n"], price)
+    return PromptRequest(exchange, facts, prompts, options, options["n"], price)
 
 
 def _checkpoint_limit(facts: ModelFacts) -> int | None:

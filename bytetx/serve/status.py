@@ -17,7 +17,7 @@ _MOST_ANSWERS = 20_000  # in the window; above that, the latest ones
 _MOST_STEPS = 120
 
 
-class _Answer(NamedTuple):
+class _AnswerTime(NamedTuple):
     time: float
     seconds: float
     num_tokens: int
@@ -28,7 +28,7 @@ class StatusWindow:
 
     def __init__(self) -> None:
         self._start = time.time()
-        self._answers: deque[_Answer] = deque(maxlen=_MOST_ANSWERS)
+        self._answers: deque[_AnswerTime] = deque(maxlen=_MOST_ANSWERS)
         self._requests = self._tokens = self._truncated = self._errors = 0
 
     def add_request(self, seconds: float, *, error: bool) -> None:
@@ -38,7 +38,7 @@ class StatusWindow:
             self._errors += 1
 
     def add_answer(self, seconds: float, timings: Timings, *, error: bool) -> None:
-        self._answers.append(_Answer(time.time(), seconds, timings.num_tokens))
+        self._answers.append(_AnswerTime(time.time(), seconds, timings.num_tokens))
         self._requests += 1
         self._errors += error
         self._tokens += timings.num_tokens

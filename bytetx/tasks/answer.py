@@ -14,7 +14,7 @@ from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
 from bytetx.requests.questions import QuestionReader
-from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.classify import softmax
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Answer, Results
@@ -53,7 +53,7 @@ class AnswerOptions(TaskOptions):
 @task(item=list[Answer])
 def answer(
     context: TaskContext, texts: Pairs, options: AnswerOptions
-) -> Call[Results[list[Answer]]]:
+) -> TaskCall[Results[list[Answer]]]:
     """The spans of each context that answer its question best, with character offsets.
 
     texts: (question, context) pairs.  A long context is cut into chunks, each with the whole
@@ -78,7 +78,7 @@ def answer(
         chunk_tokens=limit,
         stride=min(options.stride, limit // 2),
     )
-    return Call("answer", texts, job, reader, list_sink, merge=job.merge)
+    return TaskCall("answer", texts, job, reader, list_sink, merge=job.merge)
 
 
 @dataclass(frozen=True, slots=True)

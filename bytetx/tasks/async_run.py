@@ -11,7 +11,7 @@ from typing import TypeVar
 from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.request import Failure, Window
 from bytetx.requests.inputs import Input
-from bytetx.tasks.call import Call
+from bytetx.tasks.call import TaskCall
 from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.reading_pool import Reading, ReadingPool
 from bytetx.tasks.run import MAX_WINDOW_STEPS, CallRun, windows
@@ -31,7 +31,7 @@ class AsyncRun(CallRun[T]):
 
     def __init__(
         self,
-        call: Call[T],
+        call: TaskCall[T],
         engine: EncodeEngine,
         pool: ReadingPool,
         *,

@@ -33,7 +33,7 @@ class Sink(Protocol[T_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
+class TaskCall(Generic[T]):
     """A call of a one-pass task.
 
     title: for a progress bar.  new_sink: from the number of texts, None where nobody knows it.

@@ -13,7 +13,7 @@ from bytetx.encode.step import Capture, Step, Task, are_finite
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
-from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Label, Results
 from bytetx.tasks.task import OverflowOptions, Texts, option, task
@@ -34,7 +34,7 @@ class ClassifyOptions(OverflowOptions):
 @task(item=list[Label])
 def classify(
     context: TaskContext, texts: Texts, options: ClassifyOptions
-) -> Call[Results[list[Label]]]:
+) -> TaskCall[Results[list[Label]]]:
     """The checkpoint's labels for each text, best first.
 
     Scores are a softmax; with one label or a multi-label problem type a sigmoid each; for a
@@ -47,9 +47,9 @@ def classify(
     job = ClassifyTask(head, context.labels(), scores, options.top_k)
     reader = context.reader(options)
     if not reader.cuts:
-        return Call("classify", texts, job, reader, list_sink)
+        return TaskCall("classify", texts, job, reader, list_sink)
     chunks: Task[np.ndarray] = ChunkScoresTask(job)
-    return Call("classify", texts, chunks, reader, list_sink, merge=job.mean)
+    return TaskCall("classify", texts, chunks, reader, list_sink, merge=job.mean)
 
 
 def score_function(spec: ModelSpec) -> Callable[[np.ndarray], np.ndarray]:

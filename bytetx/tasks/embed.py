@@ -19,7 +19,7 @@ from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
 from bytetx.ops.pooling import POOLING_MODES, pool
-from bytetx.tasks.call import Call
+from bytetx.tasks.call import TaskCall
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.precision import (
     Precision,
@@ -167,7 +167,7 @@ class EmbedOptions(PromptOptions, DenseOptions, OverflowOptions):
 
 
 @task(item=np.ndarray)
-def embed(context: TaskContext, texts: Texts, options: EmbedOptions) -> Call[Embeddings]:
+def embed(context: TaskContext, texts: Texts, options: EmbedOptions) -> TaskCall[Embeddings]:
     """One vector per text, as sentence-transformers' encode gives it.
 
     A failed text's vector is NaN (0 in integers), its error in `errors`. With overflow="chunk" a
@@ -193,7 +193,7 @@ def embed(context: TaskContext, texts: Texts, options: EmbedOptions) -> Call[Emb
             f"a stream with precision {by_all} needs ranges (f32 [2, dimensions], minima and "
             "maxima), because its first vector comes before the last one is known"
         )
-    return Call(
+    return TaskCall(
         "embed",
         texts,
         context.with_adapter(options, rows),

@@ -10,7 +10,7 @@ from bytetx.encode.request import RunStats
 from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
-from bytetx.tasks.call import Call, ListSink
+from bytetx.tasks.call import ListSink, TaskCall
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.embed import DenseOptions, EmbedTask, dense_task
 from bytetx.tasks.embed_sparse import SparseTask, sparse_task
@@ -95,7 +95,7 @@ class AllOptions(PromptOptions, TextOptions):
 
 
 @task()
-def embed_all(context: TaskContext, texts: Texts, options: AllOptions) -> Call[AllEmbeddings]:
+def embed_all(context: TaskContext, texts: Texts, options: AllOptions) -> TaskCall[AllEmbeddings]:
     """Dense, sparse and token vectors from one forward pass, of a checkpoint such as BGE-M3.
 
     Each is what embed, embed_sparse and embed_tokens give of the same texts and prompt.
@@ -121,7 +121,7 @@ def embed_all(context: TaskContext, texts: Texts, options: AllOptions) -> Call[A
         )
 
     adapted = context.with_adapter(options, job)
-    return Call("embed_all", texts, adapted, reader, lambda _: ListSink(gather))
+    return TaskCall("embed_all", texts, adapted, reader, lambda _: ListSink(gather))
 
 
 def join_all(

@@ -13,7 +13,7 @@ from bytetx.encode.step import Step, Task, are_finite
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.transformer import Transformer
 from bytetx.requests.spans import SpanReader
-from bytetx.tasks.call import Call
+from bytetx.tasks.call import TaskCall
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.embed import DenseOptions, EmbedTask, dense_task
 from bytetx.tasks.task import (
@@ -105,7 +105,7 @@ class ChunksOptions(PromptOptions, DenseOptions):
 @task()
 def embed_chunks(
     context: TaskContext, texts: Texts, options: ChunksOptions
-) -> Call[TokenEmbeddings]:
+) -> TaskCall[TokenEmbeddings]:
     """A vector for each chunk of each text: embed with overflow="chunk" without the mean.
 
     A chunk has as many tokens as the model takes. int8 and uint8 need ranges.
@@ -118,7 +118,7 @@ def embed_chunks(
     rows = cast("Task[np.ndarray]", vectors)  # the rows of one array
     sink = token_sink(_no_vectors(vectors))
     job = context.with_adapter(options, rows)
-    return Call("embed_chunks", texts, job, reader, sink, merge=np.stack)
+    return TaskCall("embed_chunks", texts, job, reader, sink, merge=np.stack)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def embed_spans(
     texts: Sequence[str],
     spans: Sequence[Sequence[Span]],
     options: SpansOptions,
-) -> Call[TokenEmbeddings]:
+) -> TaskCall[TokenEmbeddings]:
     """A vector for each span of each text, pooled from one pass over the text (late chunking).
 
     spans: for each text, (start, end) in characters; they may overlap and leave gaps. A token
@@ -155,7 +155,7 @@ def embed_spans(
     )
     rows: Task[np.ndarray] = EmbedSpansTask(vectors, len(reader.prompt))
     sink = token_sink(_no_vectors(vectors))
-    return Call("embed_spans", texts, context.with_adapter(options, rows), reader, sink)
+    return TaskCall("embed_spans", texts, context.with_adapter(options, rows), reader, sink)
 
 
 def _rows_task(context: TaskContext, options: DenseOptions) -> EmbedTask:

@@ -15,7 +15,7 @@ from bytetx.nn.sentence_modules import AutoEncoder
 from bytetx.nn.splade import SpladeSpec, splade
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.tasks.call import Call
+from bytetx.tasks.call import TaskCall
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.embed import DenseOptions, EmbedTask, dense_task
 from bytetx.tasks.task import PromptOptions, TextOptions, Texts, option, task
@@ -217,7 +217,7 @@ class SparseOptions(PromptOptions, TextOptions):
 @task(item=SparseVector)
 def embed_sparse(
     context: TaskContext, texts: Texts, options: SparseOptions
-) -> Call[SparseEmbeddings]:
+) -> TaskCall[SparseEmbeddings]:
     """A sparse vector over the vocabulary for each text, as SparseEncoder gives it.
 
     A checkpoint with a masked language model head gives SPLADE's weights, pooled as it says (max
@@ -238,7 +238,7 @@ def embed_sparse(
         reader.allows_no_tokens = True
     elif isinstance(vectors, LatentTask):
         size = vectors.size
-    return Call("embed_sparse", texts, job, reader, lambda _: SparseSink(size))
+    return TaskCall("embed_sparse", texts, job, reader, lambda _: SparseSink(size))
 
 
 def sparse_task(context: TaskContext, max_active_dims: int | None) -> SparseTask:

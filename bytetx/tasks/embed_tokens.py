@@ -16,7 +16,7 @@ from bytetx.nn.sentence_modules import Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.nn.unseen_tokens import forward_with_unseen, why_no_unseen_tokens
 from bytetx.requests.inputs import Expansion, InputReader
-from bytetx.tasks.call import Call
+from bytetx.tasks.call import TaskCall
 from bytetx.tasks.context import PROMPT_NAMES, TaskContext
 from bytetx.tasks.embed import output_size
 from bytetx.tasks.precision import (
@@ -139,7 +139,7 @@ class TokenOptions(TextOptions):
 @task(item=np.ndarray)
 def embed_tokens(
     context: TaskContext, texts: Texts, options: TokenOptions
-) -> Call[TokenEmbeddings]:
+) -> TaskCall[TokenEmbeddings]:
     """A vector for each token of each text, as MultiVectorEncoder gives them.
 
     truncate: cut a text beyond the task's length; else it is a TooLongError.
@@ -153,7 +153,7 @@ def embed_tokens(
     if job.quantizer is not None:
         dtype, columns = job.quantizer.dtype, job.quantizer.size(size)
     empty = np.empty((0, columns), dtype=dtype)
-    return Call("embed_tokens", texts, job, reader, token_sink(empty))
+    return TaskCall("embed_tokens", texts, job, reader, token_sink(empty))
 
 
 def token_task(context: TaskContext, options: TokenOptions) -> tuple[int, TokenVectorTask]:

@@ -16,7 +16,7 @@ from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
 from bytetx.ops.log_softmax import log_softmax
-from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Fill, Results
 from bytetx.tasks.task import TextOptions, Texts, option, task
@@ -46,7 +46,7 @@ class FillMaskOptions(TextOptions):
 @task(item=list[Fill])
 def fill_mask(
     context: TaskContext, texts: Texts, options: FillMaskOptions
-) -> Call[Results[list[Fill]]]:
+) -> TaskCall[Results[list[Fill]]]:
     """The best tokens for every mask token of each text.
 
     Raises InputError where the checkpoint has no masked language model head, or no mask token.
@@ -61,7 +61,7 @@ def fill_mask(
     reader = context.reader(options)
     reader.needs_mask = True
     job = FillMaskTask(head, tokenizer, options.top_k, target_ids)
-    return Call("fill_mask", texts, job, reader, list_sink)
+    return TaskCall("fill_mask", texts, job, reader, list_sink)
 
 
 @dataclass(frozen=True, slots=True)

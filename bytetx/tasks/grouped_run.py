@@ -11,7 +11,7 @@ from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.request import RunStats, Window
 from bytetx.errors import InputError, QueueFullError
 from bytetx.tasks.async_run import AsyncRun
-from bytetx.tasks.call import Call
+from bytetx.tasks.call import TaskCall
 from bytetx.tasks.embed import VectorSink
 from bytetx.tasks.futures import as_it_is, forward
 from bytetx.tasks.reading_pool import ReadingPool
@@ -26,7 +26,7 @@ class GroupedRun(AsyncRun[Embeddings]):
 
     def __init__(
         self,
-        call: Call[Embeddings],
+        call: TaskCall[Embeddings],
         engine: EncodeEngine,
         pool: ReadingPool,
         *,

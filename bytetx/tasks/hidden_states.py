@@ -11,7 +11,7 @@ from bytetx.arguments import chosen_layers
 from bytetx.encode.step import Step, are_finite
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
-from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Results
 from bytetx.tasks.task import TextOptions, Texts, option, task
@@ -29,10 +29,10 @@ class StatesOptions(TextOptions):
 @task(item=np.ndarray)
 def hidden_states(
     context: TaskContext, texts: Texts, options: StatesOptions
-) -> Call[Results[np.ndarray]]:
+) -> TaskCall[Results[np.ndarray]]:
     """The hidden states of each text: f32 [len(layers), num_tokens, hidden_size]."""
     job = HiddenStatesTask(chosen_layers(options.layers, num_states=context.spec.num_layers + 1))
-    return Call("hidden_states", texts, job, context.reader(options), list_sink)
+    return TaskCall("hidden_states", texts, job, context.reader(options), list_sink)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from bytetx.nn.heads import LmHead
 from bytetx.nn.sentence_modules import activation_by_name
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import pool
-from bytetx.tasks.call import Call, ListSink
+from bytetx.tasks.call import ListSink, TaskCall
 from bytetx.tasks.classify import ScoreTask
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.pair_prompts import PairPrompts, chat_prompts, yes_no_ids, yes_no_prompts
@@ -107,7 +107,7 @@ def _is_slow(
 @task(is_slow=_is_slow)
 def rerank(
     context: TaskContext, query: str, documents: Iterable[str], options: RerankOptions
-) -> Call[Results[Hit]]:
+) -> TaskCall[Results[Hit]]:
     """The documents by how well they answer the query, best first.
 
     The model is a cross-encoder with one label, or a causal one that answers yes or no
@@ -134,12 +134,12 @@ def rerank(
     def gather(scores: Results[Any]) -> Results[Hit]:
         return _best_hits(scores, documents, options.top_k)
 
-    return Call("rerank", pairs, job, context.reader(options), lambda _: ListSink(gather))
+    return TaskCall("rerank", pairs, job, context.reader(options), lambda _: ListSink(gather))
 
 
 def _logits_call(
     context: TaskContext, query: str, documents: list[str], options: RerankOptions
-) -> Call[Results[Hit]]:
+) -> TaskCall[Results[Hit]]:
     """rerank by a causal model."""
     job = _yes_no_task(context, options)
     faults = map(text_fault, documents)
@@ -172,7 +172,7 @@ def _logits_call(
         stats = replace(scores.stats, num_truncated=num_truncated)
         return _best_hits(Results(ordered, stats, errors), documents, options.top_k)
 
-    return Call("rerank", list(given.values()), job, reader, lambda _: ListSink(gather))
+    return TaskCall("rerank", list(given.values()), job, reader, lambda _: ListSink(gather))
 
 
 def _activation(

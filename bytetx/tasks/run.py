@@ -17,7 +17,7 @@ from bytetx.errors import OptionError
 from bytetx.ops.heap import release_heap
 from bytetx.requests.inputs import Input
 from bytetx.runtime.forking import OwnProcess, computing
-from bytetx.tasks.call import Call, ListSink, Sink
+from bytetx.tasks.call import ListSink, Sink, TaskCall
 from bytetx.tasks.chunks import ChunkSink, ChunkTask
 from bytetx.tasks.progress import with_progress
 from bytetx.tasks.results import Results, Stream
@@ -40,7 +40,7 @@ MAX_WINDOW_STEPS = 4
 class CallRun(Generic[T]):
     """A call with what collects its results: texts go to `open`, and the counts to `counter`."""
 
-    def __init__(self, call: Call[T], *, sink: Sink[Any] | None = None, priority: int = 0):
+    def __init__(self, call: TaskCall[T], *, sink: Sink[Any] | None = None, priority: int = 0):
         """sink: None is the call's own."""
         self.call, self.counter = call, RunCounter()
         texts = call.texts
@@ -85,7 +85,7 @@ def windows(
         yield window
 
 
-def perform(call: Call[T], engine: EncodeEngine, *, show_progress: bool = False) -> T:
+def perform(call: TaskCall[T], engine: EncodeEngine, *, show_progress: bool = False) -> T:
     """All results of a call, computed in this thread."""
     run = CallRun(call)
     steps = _steps(run, engine)
@@ -96,7 +96,9 @@ def perform(call: Call[T], engine: EncodeEngine, *, show_progress: bool = False)
     return result
 
 
-def stream(call: Call[Any], engine: EncodeEngine, *, show_progress: bool = False) -> Stream[Any]:
+def stream(
+    call: TaskCall[Any], engine: EncodeEngine, *, show_progress: bool = False
+) -> Stream[Any]:
     """The results of a call, computed in the reader's thread while they are read.
 
     Raises OptionError where results depend on all texts.

@@ -10,14 +10,16 @@ import torch
 from bytetx.encode.step import Step, are_finite
 from bytetx.nn.heads import LmHead
 from bytetx.nn.transformer import Transformer
-from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Likelihood, Results
 from bytetx.tasks.task import TextOptions, Texts, task
 
 
 @task(item=Likelihood, has_route=True)
-def score(context: TaskContext, texts: Texts, options: TextOptions) -> Call[Results[Likelihood]]:
+def score(
+    context: TaskContext, texts: Texts, options: TextOptions
+) -> TaskCall[Results[Likelihood]]:
     """Log-likelihood and perplexity of each text under a causal language model.
 
     The first token, which has nothing before it, is not scored; give a text that starts with the
@@ -25,7 +27,7 @@ def score(context: TaskContext, texts: Texts, options: TextOptions) -> Call[Resu
     Raises InputError where the checkpoint has no language model head.
     """
     job = LikelihoodTask(context.need_head(context.heads.lm, "language model"))
-    return Call("score", texts, job, context.reader(options), list_sink)
+    return TaskCall("score", texts, job, context.reader(options), list_sink)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ def semantic_search(
 
 
 @dataclass(frozen=True, slots=True)
-class _Dense:
+class _DenseVectors:
     x: torch.Tensor  # [n, dimensions]
 
     @property
@@ -209,7 +209,7 @@ class _Sparse:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
+class _TokenRows:
     """Packed rows of tokens. cu_seqlens: int64 [n + 1], on the host."""
 
     x: torch.Tensor  # [total_vectors, dimensions]
@@ -230,11 +230,11 @@ class _Tokens:
         num_tokens = _QUERY_TOKENS if is_query else _CORPUS_TOKENS
         return cuts(self.cu_seqlens, num_tokens[device.type])
 
-    def take(self, texts: slice, device: torch.device) -> "_Tokens":
+    def take(self, texts: slice, device: torch.device) -> "_TokenRows":
         if texts.stop - texts.start == len(self) and self.x.device == device:
             return self
         bounds = self.cu_seqlens[texts.start : texts.stop + 1]
-        return _Tokens(self.x[int(bounds[0]) : int(bounds[-1])].to(device), bounds - bounds[0])
+        return _TokenRows(self.x[int(bounds[0]) : int(bounds[-1])].to(device), bounds - bounds[0])
 
 
 def _cuts(num_rows: int, step: int) -> Iterator[slice]:
@@ -243,7 +243,9 @@ def _cuts(num_rows: int, step: int) -> Iterator[slice]:
 
 def _collections(
     a: Vectors | Packed, b: Vectors | Packed, function: str, device: str | torch.device | None
-) -> tuple["_Dense | _Sparse | _Tokens", "_Dense | _Sparse | _Tokens", torch.device]:
+) -> tuple[
+    "_DenseVectors | _Sparse | _TokenRows", "_DenseVectors | _Sparse | _TokenRows", torch.device
+]:
     """Both sides, and the device of the scores."""
     if function not in SIMILARITIES:
         known = ", ".join(SIMILARITIES)
@@ -259,7 +261,7 @@ def _collections(
     return left, right, right.device if device is None else torch.device(device)
 
 
-def _rows(name: str, given: object) -> "_Dense | _Sparse":
+def _rows(name: str, given: object) -> "_DenseVectors | _Sparse":
     if isinstance(given, SparseEmbeddings):
         return _Sparse(given)
     if isinstance(given, TokenEmbeddings):
@@ -269,12 +271,12 @@ def _rows(name: str, given: object) -> "_Dense | _Sparse":
         x = x[None] if len(x) else x.reshape(0, 0)
     if x.dim() != 2:
         raise OptionError(f"{name} must be [n, dimensions], got shape {tuple(x.shape)}")
-    return _Dense(x)
+    return _DenseVectors(x)
 
 
-def _tokens(name: str, given: object) -> _Tokens:
+def _tokens(name: str, given: object) -> _TokenRows:
     if isinstance(given, TokenEmbeddings):
-        return _Tokens(_tensor(name, given.vectors), given.cu_seqlens)
+        return _TokenRows(_tensor(name, given.vectors), given.cu_seqlens)
     if isinstance(given, tuple) and len(given) == 2 and np.ndim(given[1]) == 1:
         x = _tensor(name, given[0])
         bounds = given[1].cpu().numpy() if isinstance(given[1], torch.Tensor) else given[1]
@@ -287,7 +289,7 @@ def _tokens(name: str, given: object) -> _Tokens:
                 f"{name}: cu_seqlens must rise from 0 to the rows of [total_vectors, dimensions], "
                 f"got {cu_seqlens[:1]} to {cu_seqlens[-1:]} for shape {tuple(x.shape)}"
             )
-        return _Tokens(x, cu_seqlens)
+        return _TokenRows(x, cu_seqlens)
     if not isinstance(given, Sequence):
         raise OptionError(
             f"{name} must be TokenEmbeddings, a list of matrices, or (vectors, cu_seqlens), got "
@@ -298,7 +300,7 @@ def _tokens(name: str, given: object) -> _Tokens:
     if len(sizes) > 1 or any(matrix.dim() != 2 for matrix in matrices):
         raise OptionError(f"{name} must be matrices [num_vectors, dimensions] of one size")
     cu_seqlens = np.cumsum([0, *map(len, matrices)], dtype=np.int64)
-    return _Tokens(torch.cat(matrices) if matrices else torch.empty((0, 0)), cu_seqlens)
+    return _TokenRows(torch.cat(matrices) if matrices else torch.empty((0, 0)), cu_seqlens)
 
 
 def _tensor(name: str, given: object) -> torch.Tensor:
@@ -325,8 +327,8 @@ def _failed(given: object) -> np.ndarray:
 
 
 def _score_blocks(
-    queries: "_Dense | _Sparse | _Tokens",
-    corpus: "_Dense | _Sparse | _Tokens",
+    queries: "_DenseVectors | _Sparse | _TokenRows",
+    corpus: "_DenseVectors | _Sparse | _TokenRows",
     function: str,
     device: torch.device,
     failed: tuple[np.ndarray, np.ndarray],
@@ -345,13 +347,13 @@ def _score_blocks(
 
 
 def _every_score(
-    queries: "_Dense | _Sparse | _Tokens",
-    corpus: "_Dense | _Sparse | _Tokens",
+    queries: "_DenseVectors | _Sparse | _TokenRows",
+    corpus: "_DenseVectors | _Sparse | _TokenRows",
     function: str,
     device: torch.device,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """(queries, rows of the corpus, their scores f32), each row of the corpus read once."""
-    if isinstance(queries, _Tokens) and isinstance(corpus, _Tokens):
+    if isinstance(queries, _TokenRows) and isinstance(corpus, _TokenRows):
         for columns in corpus.blocks(device, is_query=False):
             documents = corpus.take(columns, device)
             for rows in queries.blocks(device, is_query=True):
@@ -364,7 +366,7 @@ def _every_score(
                 )
                 yield rows, columns, scores
         return
-    assert not isinstance(queries, _Tokens) and not isinstance(corpus, _Tokens)
+    assert not isinstance(queries, _TokenRows) and not isinstance(corpus, _TokenRows)
     for columns in corpus.blocks(device, is_query=False):
         b = _prepared(corpus.take(columns, device), function)
         for rows in queries.blocks(device, is_query=True):

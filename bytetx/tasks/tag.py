@@ -16,7 +16,7 @@ from bytetx.errors import OptionError, shown
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.largest import largest
-from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.classify import softmax
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Entity, Results
@@ -52,7 +52,7 @@ class TagOptions(OverflowOptions):
 
 
 @task(item=list[Entity])
-def tag(context: TaskContext, texts: Texts, options: TagOptions) -> Call[Results[list[Entity]]]:
+def tag(context: TaskContext, texts: Texts, options: TagOptions) -> TaskCall[Results[list[Entity]]]:
     """Tags of the tokens of each text, with character offsets.
 
     Entities of chunks are merged as that pipeline merges them with a stride.
@@ -64,7 +64,7 @@ def tag(context: TaskContext, texts: Texts, options: TagOptions) -> Call[Results
     reader = context.reader(options)
     reader.with_alignment = True
     merge = merge_entities if reader.cuts else None
-    return Call("tag", texts, job, reader, list_sink, merge=merge)
+    return TaskCall("tag", texts, job, reader, list_sink, merge=merge)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_type_hints
 
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.requests.inputs import Input
-from bytetx.tasks.call import Call
+from bytetx.tasks.call import TaskCall
 from bytetx.tasks.methods import AsyncModelTasks, ModelTasks
 
 Texts = Iterable[Input]
@@ -119,7 +119,7 @@ class TaskSpec:
     name: str
     inputs: Mapping[str, Any]
     options: type[TaskOptions]
-    start: Callable[..., Call[Any]]
+    start: Callable[..., TaskCall[Any]]
     item: Any
     result: Any
     is_slow: Callable[..., bool]
@@ -188,7 +188,7 @@ def _is_quick(*inputs: Any) -> bool:
 
 def task(
     *, item: Any = None, is_slow: Callable[..., bool] = _is_quick, has_route: bool = False
-) -> Callable[[Callable[P, Call[T]]], Callable[P, Call[T]]]:
+) -> Callable[[Callable[P, TaskCall[T]]], Callable[P, TaskCall[T]]]:
     """Declares a task: a function (context, inputs..., options) -> Call.
 
     Its name is that of the methods, its docstring theirs; the annotation of `options` is the
@@ -197,7 +197,7 @@ def task(
     gives Results of dataclasses, whose size a request must not multiply without bound.
     """
 
-    def declare(start: Callable[P, Call[T]]) -> Callable[P, Call[T]]:
+    def declare(start: Callable[P, TaskCall[T]]) -> Callable[P, TaskCall[T]]:
         hints = get_type_hints(start)
         inputs = list(signature(start).parameters)[1:-1]
         name = start.__name__

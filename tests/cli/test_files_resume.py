@@ -24,7 +24,7 @@ from bytetx.cli.files.records import Shape
 from bytetx.cli.files.resume import (
     SIDE_FILES,
     Counts,
-    Progress,
+    JobProgress,
     check_same_job,
     side_files_identity,
     skip_done,
@@ -88,7 +88,7 @@ def run_locked(lock: OutputLock, source: Path, encoder, *, resume: bool, stop_af
     return output.progress.counts
 
 
-def found(lock: OutputLock, what: dict, *, resume: bool) -> Progress:
+def found(lock: OutputLock, what: dict, *, resume: bool) -> JobProgress:
     unfinished = find_unfinished(lock, resume=resume, overwrite=False)
     return begin_or_resume(unfinished, what, lock, overwrite=False)
 
@@ -219,7 +219,7 @@ def test_a_tokenizer_or_a_pooling_of_before_is_not_resumed_with_another(tmp_path
         (tmp_path / name).write_text("hello")
     assert side_files_identity(tmp_path) == first
     out = OutputPaths(tmp_path / "v.npy").progress
-    progress = Progress({"task": "embed", SIDE_FILES: first})
+    progress = JobProgress({"task": "embed", SIDE_FILES: first})
     for name in files:
         (tmp_path / name).write_text("[]")
         now = side_files_identity(tmp_path)
@@ -227,7 +227,7 @@ def test_a_tokenizer_or_a_pooling_of_before_is_not_resumed_with_another(tmp_path
         with pytest.raises(InputError, match=SIDE_FILES):
             check_same_job(progress, {"task": "embed", SIDE_FILES: now}, out)
         # A job that noted none goes on.
-        check_same_job(Progress({"task": "embed"}), {"task": "embed", SIDE_FILES: now}, out)
+        check_same_job(JobProgress({"task": "embed"}), {"task": "embed", SIDE_FILES: now}, out)
         (tmp_path / name).write_text("{}")
     assert side_files_identity(tmp_path) == first
 
@@ -242,7 +242,7 @@ def test_a_damaged_progress_file_is_an_error_that_says_so(tmp_path: Path) -> Non
 
 def test_a_job_without_rows_leaves_nothing_behind(tmp_path: Path) -> None:
     with OutputLock(OutputPaths(tmp_path / "v.npy")) as lock:
-        StagedOutput(lock, VectorEncoder(DIM), progress=Progress({})).close()
+        StagedOutput(lock, VectorEncoder(DIM), progress=JobProgress({})).close()
     assert os.listdir(tmp_path) == []
 
 

@@ -21,7 +21,7 @@ from bytetx.nn.transformer import Transformer
 from bytetx.serve.loading import load_models
 from bytetx.serve.settings import ServeSettings, model_sources
 from bytetx.tasks import catalog
-from bytetx.tasks.call import Call, list_sink
+from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Results
 from bytetx.tasks.task import TASKS, TextOptions, Texts, option, task
@@ -69,9 +69,11 @@ class NormOptions(TextOptions):
 
 @pytest.fixture
 def first_norm() -> Iterator[None]:
-    def first_norm(context: TaskContext, texts: Texts, options: NormOptions) -> Call[Results[Norm]]:
+    def first_norm(
+        context: TaskContext, texts: Texts, options: NormOptions
+    ) -> TaskCall[Results[Norm]]:
         """The length of each text's first hidden state."""
-        return Call(
+        return TaskCall(
             "first_norm", texts, NormTask(options.scale), context.reader(options), list_sink
         )
 

@@ -19,13 +19,13 @@ from bytetx.cli.files.reader import open_sources, read_records
 from bytetx.cli.files.records import RankRequest, Record, RecordError, Shape, Source, Value
 from bytetx.cli.files.resume import (
     SIDE_FILES,
-    Progress,
+    JobProgress,
     families_identity,
     model_identity,
     side_files_identity,
     skip_done,
 )
-from bytetx.cli.files.tasks import Task, is_unicode
+from bytetx.cli.files.tasks import JobTask, is_unicode
 from bytetx.cli.files.terminal import JobBar, closing_line, tell, waiting
 from bytetx.cli.files.writer import (
     Output,
@@ -42,7 +42,7 @@ LINES_LOST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class JobInputs:
     """Inputs of a job.
 
     sources: the output has a row for each of their records; `--keep` copies their columns.
@@ -60,7 +60,7 @@ class Inputs:
         return sum(source.size_bytes for source in self.sources) if is_known else 0
 
 
-def run_text_job(options: JobOptions, task: Task, *, takes_pairs: bool = False) -> None:
+def run_text_job(options: JobOptions, task: JobTask, *, takes_pairs: bool = False) -> None:
     """Runs a task on each text of the inputs."""
     columns = tuple(options.column or ("text",))
     if len(columns) > (2 if takes_pairs else 1):
@@ -69,7 +69,7 @@ def run_text_job(options: JobOptions, task: Task, *, takes_pairs: bool = False) 
     _run_rows(options, task, Shape(columns, keep=_keep(options, task)))
 
 
-def run_pair_job(options: JobOptions, task: Task, *, columns: tuple[str, str]) -> None:
+def run_pair_job(options: JobOptions, task: JobTask, *, columns: tuple[str, str]) -> None:
     """Runs a task on each pair of the inputs. columns: those of a pair where --column is absent."""
     if options.truncate:
         raise typer.BadParameter("--truncate does not go with contexts, which are cut into chunks")
@@ -79,7 +79,7 @@ def run_pair_job(options: JobOptions, task: Task, *, columns: tuple[str, str]) -
     _run_rows(options, task, Shape(chosen, keep=_keep(options, task)))
 
 
-def run_prompt_job(options: JobOptions, task: Task) -> None:
+def run_prompt_job(options: JobOptions, task: JobTask) -> None:
     """Runs a task on each prompt of the inputs, which may be chats where a line is JSON."""
     if options.truncate:
         raise typer.BadParameter("--truncate does not go with prompts, which are never cut")
@@ -90,7 +90,7 @@ def run_prompt_job(options: JobOptions, task: Task) -> None:
 
 
 def run_rank_job(
-    options: JobOptions, task: Task, *, query: str | None, query_file: str | None
+    options: JobOptions, task: JobTask, *, query: str | None, query_file: str | None
 ) -> None:
     """Ranks the documents of the inputs for one query, for those of a file, or line by line."""
     keep = _keep(options, task)
@@ -105,7 +105,7 @@ def run_rank_job(
     if query is not None:
         total_bytes = sum(source.size_bytes for source in sources)
         one = [Record(query, total_bytes, "--query")]
-        _run(options, task, Inputs(sources, lambda: _ranking(one, sources, shape)))
+        _run(options, task, JobInputs(sources, lambda: _ranking(one, sources, shape)))
         return
     if query_file is not None:
         if query_file == "-" and any(source.path is None for source in sources):
@@ -116,7 +116,7 @@ def run_rank_job(
         def read() -> Iterator[Record]:
             return _ranking(read_records(asking, queries), sources, shape)
 
-        _run(options, task, Inputs(asking, read, also=tuple(sources)), keep=keep)
+        _run(options, task, JobInputs(asking, read, also=tuple(sources)), keep=keep)
         return
     if options.input_format is None:
         sources = [s if s.is_regular else replace(s, format="jsonl") for s in sources]
@@ -126,12 +126,12 @@ def run_rank_job(
             "[...]} on each line"
         )
     by_line = Shape((), rank_requests=True, keep=keep)
-    _run(options, task, Inputs(sources, lambda: read_records(sources, by_line)), keep=keep)
+    _run(options, task, JobInputs(sources, lambda: read_records(sources, by_line)), keep=keep)
 
 
-def _run_rows(options: JobOptions, task: Task, shape: Shape) -> None:
+def _run_rows(options: JobOptions, task: JobTask, shape: Shape) -> None:
     sources = open_sources(options.files or [], format=options.input_format)
-    inputs = Inputs(sources, lambda: read_records(sources, shape))
+    inputs = JobInputs(sources, lambda: read_records(sources, shape))
     _run(options, task, inputs, keep=shape.keep)
 
 
@@ -150,7 +150,7 @@ def _ranking(queries: Iterable[Record], sources: list[Source], shape: Shape) -> 
         yield replace(query, value=value)
 
 
-def _keep(options: JobOptions, task: Task) -> tuple[str, ...]:
+def _keep(options: JobOptions, task: JobTask) -> tuple[str, ...]:
     """The columns that `--keep` names, checked against the columns of the output."""
     names = [name for given in options.keep or () for name in given.split(",")]
     taken = ("index", *task.columns, "error")
@@ -172,7 +172,9 @@ def _keep(options: JobOptions, task: Task) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _run(options: JobOptions, task: Task, inputs: Inputs, *, keep: tuple[str, ...] = ()) -> None:
+def _run(
+    options: JobOptions, task: JobTask, inputs: JobInputs, *, keep: tuple[str, ...] = ()
+) -> None:
     """Runs a job under the lock of its output, which is taken before any state is read."""
     path = options.output_path
     console = Console(stderr=True, highlight=False)
@@ -197,19 +199,19 @@ def _run(options: JobOptions, task: Task, inputs: Inputs, *, keep: tuple[str, ..
 
 def _run_job(
     options: JobOptions,
-    task: Task,
-    inputs: Inputs,
+    task: JobTask,
+    inputs: JobInputs,
     *,
     keep: tuple[str, ...],
     console: Console,
     lock: OutputLock | None = None,
-    was: Progress | None = None,
+    was: JobProgress | None = None,
 ) -> None:
     """lock: of the output, None for stdout.  was: the state of the unfinished job to resume."""
     path, suffix = options.output_path, options.output_suffix
     folder = _checkpoint_folder(options, task)
     job = _job(options, task, folder, keep=keep)
-    progress = Progress(job)
+    progress = JobProgress(job)
     if lock is not None:
         progress = begin_or_resume(was, job, lock, overwrite=options.overwrite)
     parquet = None
@@ -240,7 +242,7 @@ def _run_job(
     _print_closing(console, output, task=task, path=path)
 
 
-def _check_output_options(options: JobOptions, task: Task) -> None:
+def _check_output_options(options: JobOptions, task: JobTask) -> None:
     path = options.output_path
     if options.ranks is not None and options.tp not in (None, options.ranks.size):
         raise typer.BadParameter(
@@ -257,7 +259,7 @@ def _check_output_options(options: JobOptions, task: Task) -> None:
         )
 
 
-def _check_no_input(paths: OutputPaths, inputs: Inputs) -> None:
+def _check_no_input(paths: OutputPaths, inputs: JobInputs) -> None:
     for source in (*inputs.sources, *inputs.also):
         for path in paths.all:
             if source.path is not None and _is_same_file(source.path, path):
@@ -275,7 +277,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
         return False
 
 
-def _checkpoint_folder(options: JobOptions, task: Task) -> Path:
+def _checkpoint_folder(options: JobOptions, task: JobTask) -> Path:
     from bytetx.checkpoint.demo import demo_checkpoint
     from bytetx.checkpoint.files import resolve_checkpoint
 
@@ -292,7 +294,9 @@ def _checkpoint_folder(options: JobOptions, task: Task) -> Path:
     return demo_checkpoint()
 
 
-def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]) -> dict[str, Any]:
+def _job(
+    options: JobOptions, task: JobTask, folder: Path, *, keep: tuple[str, ...]
+) -> dict[str, Any]:
     """Return what must be equal for a job to be resumed."""
     return {
         "bytetx": __version__,
@@ -313,7 +317,7 @@ def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]
     }
 
 
-def _load(options: JobOptions, folder: Path, task: Task) -> Any:
+def _load(options: JobOptions, folder: Path, task: JobTask) -> Any:
     # Imported late: torch takes seconds, and checks of files and options need not wait for it.
     import torch
 
@@ -347,7 +351,7 @@ def _what_is_left(output: Output, path: Path | None) -> str:
     return f"{num_texts:,} results are saved; continue with the same command and --resume"
 
 
-def _print_closing(console: Console, output: Output, *, task: Task, path: Path | None) -> None:
+def _print_closing(console: Console, output: Output, *, task: JobTask, path: Path | None) -> None:
     counts = output.progress.counts
     what = task.name if path is None else f"{task.name} → {path}"
     errors_at = ""

@@ -95,7 +95,7 @@ def _read_header(source: Source, table: "_Table") -> list[str]:
     return header
 
 
-class _Line(NamedTuple):
+class _CsvLine(NamedTuple):
     """A line with its end.  number: from 1.  end_bytes: of all inputs, up to its end."""
 
     text: str
@@ -108,9 +108,9 @@ class _LinesAhead:
 
     def __init__(self, lines: Lines):
         self._lines, self._texts = lines, lines.with_ends()
-        self._waiting: deque[_Line] = deque()
+        self._waiting: deque[_CsvLine] = deque()
 
-    def get(self, index: int) -> _Line | None:
+    def get(self, index: int) -> _CsvLine | None:
         """Line `index` of those that are left; None behind the last one.
 
         Raises InputError where the input cannot be read that far.
@@ -119,7 +119,7 @@ class _LinesAhead:
             text = next(self._texts, None)
             if text is None:
                 return None
-            self._waiting.append(_Line(text, self._lines.number, self._lines.end_bytes))
+            self._waiting.append(_CsvLine(text, self._lines.number, self._lines.end_bytes))
         return self._waiting[index]
 
     def drop(self, count: int) -> int:
@@ -130,7 +130,7 @@ class _LinesAhead:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _CsvRow:
     """The reading of the lines from one on.
 
     cells: None where they are no record, for the reason in error.  num_lines: that were read.
@@ -158,7 +158,7 @@ class _Table:
         self.lines, self._delimiter = lines, delimiter
         self.num_cells = 0
 
-    def parse(self, index: int) -> _Row:
+    def parse(self, index: int) -> _CsvRow:
         """The row that begins at line `index`."""
         num_lines, size, has_nul = 0, 0, False
 
@@ -175,12 +175,12 @@ class _Table:
         # Strict, so that a quote that never ends is an error and not a cell as long as the file.
         rows = csv.reader(texts(), delimiter=self._delimiter, strict=True)
         try:
-            return _Row(next(rows, None), num_lines, has_nul=has_nul)
+            return _CsvRow(next(rows, None), num_lines, has_nul=has_nul)
         except csv.Error as error:
             problem = next((own for its, own in _PROBLEMS if its in str(error)), str(error))
-            return _Row(None, num_lines, problem, has_nul)
+            return _CsvRow(None, num_lines, problem, has_nul)
 
-    def is_record(self, row: _Row) -> bool:
+    def is_record(self, row: _CsvRow) -> bool:
         return row.cells is not None and len(row.cells) == self.num_cells and not row.has_nul
 
     def are_records(self, start: int, stop: int) -> bool:
@@ -192,7 +192,7 @@ class _Table:
             start += row.num_lines
         return start == stop
 
-    def is_stray(self, index: int, row: _Row) -> bool:
+    def is_stray(self, index: int, row: _CsvRow) -> bool:
         """Whether a record of several lines ends in the quote that begins a cell of another one.
 
         Such a quote stands behind a delimiter, the lines up to it are records, as are those from
@@ -208,7 +208,7 @@ class _Table:
             and not self.is_record(self.parse(behind))
         )
 
-    def drop_malformed(self, row: _Row) -> _Line:
+    def drop_malformed(self, row: _CsvRow) -> _CsvLine:
         """Drops the lines of the row at line 0, which is no record. Returns the last of them."""
         last = row.num_lines - 1
         is_whole = row.cells is not None and not self.is_stray(0, row)
@@ -229,7 +229,7 @@ class _Table:
             end = end if is_blank else dropped
         return end
 
-    def _drop(self, count: int) -> _Line:
+    def _drop(self, count: int) -> _CsvLine:
         line = self.lines.get(count - 1)
         assert line is not None  # it was parsed
         self.lines.drop(count)
@@ -245,7 +245,7 @@ class _Table:
         return "?" if line is None or found is None else line.text[: found.end() - 1]
 
 
-def _record(row: _Row, header: list[str], shape: Shape, where: str, end_bytes: int) -> Record:
+def _record(row: _CsvRow, header: list[str], shape: Shape, where: str, end_bytes: int) -> Record:
     cells = dict(zip(header, row.cells or (), strict=True))
     kept = _kept_cells(cells, shape)
     try:

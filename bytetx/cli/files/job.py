@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from bytetx.cli.files.encoders import Encoder
 from bytetx.cli.files.records import MalformedRecord, RankRequest, Record, Value
-from bytetx.cli.files.resume import Counts, Progress, digest_record
+from bytetx.cli.files.resume import Counts, JobProgress, digest_record
 from bytetx.cli.files.writer import Output
 from bytetx.encode.request import RunStats
 from bytetx.errors import InputError
@@ -17,7 +17,7 @@ COMMIT_SECONDS = 0.5  # between commits; one takes about a millisecond on an SSD
 COMMIT_ROWS = 4096  # that wait at most, so that memory does not grow
 
 
-class Stream(Protocol):
+class JobStream(Protocol):
     """Results in the order of the texts, an InputError where one could not be run.
 
     stats: of the windows of texts that are finished so far.
@@ -31,12 +31,12 @@ class Stream(Protocol):
 
 def run_job(
     records: Iterator[Record],
-    run: Callable[[Iterator[Value | RankRequest]], Stream],
+    run: Callable[[Iterator[Value | RankRequest]], JobStream],
     *,
     output: Output,
     encoder: Encoder,
     show: Callable[[Counts, int], None],
-) -> Progress:
+) -> JobProgress:
     """Runs all records and commits their rows; returns the last committed state.
 
     run: the model's task on a stream of texts, which it may read ahead.
@@ -47,7 +47,7 @@ def run_job(
     pending: deque[Record] = deque()
     values = _GoodValues(records, pending)
     stream = run(iter(values))
-    rows = _Rows(output, encoder, stream.stats)
+    rows = _PendingRows(output, encoder, stream.stats)
     for record, result in _merge(stream, pending):
         rows.add(record, result, stats=stream.stats)
         show(rows.counts, record.end_bytes)
@@ -78,7 +78,7 @@ class _GoodValues:
             self.failure = error
 
 
-def _merge(results: Stream, pending: deque[Record]) -> Iterator[tuple[Record, Any]]:
+def _merge(results: JobStream, pending: deque[Record]) -> Iterator[tuple[Record, Any]]:
     """Each record with its result, in input order; records that are errors are their own result."""
     for result in results:
         while isinstance(pending[0].value, InputError):
@@ -97,7 +97,7 @@ def _is_malformed(value: object) -> bool:
     return any(isinstance(part, MalformedRecord) for part in parts)
 
 
-class _Rows:
+class _PendingRows:
     """Encoded rows that wait for the next commit."""
 
     def __init__(self, output: Output, encoder: Encoder, stats: RunStats):

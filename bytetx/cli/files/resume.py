@@ -35,7 +35,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class JobProgress:
     """One committed state of a job; later rows are written again when the job resumes.
 
     job: what must be equal to resume: task, options and model.
@@ -54,7 +54,7 @@ class Progress:
     complete_bytes: int | None = None
 
 
-def save_progress(progress: Progress, path: Path) -> None:
+def save_progress(progress: JobProgress, path: Path) -> None:
     """Replaces the file atomically: a reader finds the old state or the new one."""
     temporary = temporary_of(path)
     with temporary.open("w", encoding="utf-8") as file:
@@ -69,19 +69,19 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
 
-def load_progress(path: Path) -> Progress:
+def load_progress(path: Path) -> JobProgress:
     """Raises InputError where the file is not one that `save_progress` wrote."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         counts = Counts(**state.pop("counts"))
-        return Progress(**state, counts=counts)
+        return JobProgress(**state, counts=counts)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"{path} is no readable progress file ({error}); start again with --overwrite"
         ) from error
 
 
-def check_same_job(progress: Progress, job: Mapping[str, Any], path: Path) -> None:
+def check_same_job(progress: JobProgress, job: Mapping[str, Any], path: Path) -> None:
     """Raises InputError that names what differs from the unfinished job."""
     was, now = progress.job, json.loads(json.dumps(job))
     if SIDE_FILES not in was:  # a job of before they were noted
@@ -115,7 +115,7 @@ def _content(value: object) -> object:
     return value
 
 
-def skip_done(records: Iterator[Record], progress: Progress, path: Path) -> None:
+def skip_done(records: Iterator[Record], progress: JobProgress, path: Path) -> None:
     """Skips the records whose rows are committed; InputError where they are not the same records.
 
     Comparing contents, not names or times of files, also works for pipes and for inputs that were

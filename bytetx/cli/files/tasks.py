@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from bytetx.cli.files.encoders import Encoder, LineEncoder, VectorEncoder
-from bytetx.cli.files.job import Stream
+from bytetx.cli.files.job import JobStream
 from bytetx.cli.files.parquet import ColumnType
 from bytetx.cli.files.records import RankRequest
 from bytetx.encode.request import RunStats
 from bytetx.errors import InputError, OptionError
 from bytetx.sampling_params import SamplingParams
 
-Run = Callable[[Iterator[Any]], Stream]
+Run = Callable[[Iterator[Any]], JobStream]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class JobTask:
     """One task with its options.
 
     name: the command's.  options: keyword arguments of the Model's method; they change the
@@ -42,7 +42,7 @@ class Task:
     load_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def embed_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> Task:
+def embed_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> JobTask:
     """options: keyword arguments of Model.embed but ranges.  ranges: as in Model.embed."""
     given = options if ranges is None else {**options, "ranges": ranges}
 
@@ -55,7 +55,7 @@ def embed_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> 
         return _streaming(model.embed, given), encoder
 
     numbers = _COLUMN_TYPES[options["precision"]]
-    return Task("embed", options | _digest(ranges), {"embedding": [numbers]}, open_task)
+    return JobTask("embed", options | _digest(ranges), {"embedding": [numbers]}, open_task)
 
 
 def _digest(ranges: np.ndarray | None) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def _digest(ranges: np.ndarray | None) -> dict[str, Any]:
     return {} if ranges is None else {"ranges": sha256(ranges.tobytes()).hexdigest()}
 
 
-def embed_sparse_task(options: dict[str, Any]) -> Task:
+def embed_sparse_task(options: dict[str, Any]) -> JobTask:
     """Token ids and weights of each text. options: keyword arguments of Model.embed_sparse."""
     # Nine significant digits give every float32 back exactly.
     weight = "%.9g".__mod__
@@ -79,10 +79,10 @@ def embed_sparse_task(options: dict[str, Any]) -> Task:
         return _streaming(model.embed_sparse, options), _line_encoder(to_json, suffix)
 
     columns: dict[str, ColumnType] = {"indices": ["int32"], "values": ["float32"]}
-    return Task("embed-sparse", options, columns, open_task)
+    return JobTask("embed-sparse", options, columns, open_task)
 
 
-def embed_tokens_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> Task:
+def embed_tokens_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> JobTask:
     """A list of vectors for each text. options: keyword arguments of Model.embed_tokens but ranges.
 
     ranges: as in Model.embed_tokens.
@@ -99,7 +99,9 @@ def embed_tokens_task(options: dict[str, Any], *, ranges: np.ndarray | None = No
         return _streaming(model.embed_tokens, given), _line_encoder(to_json, suffix)
 
     numbers = _COLUMN_TYPES[options["precision"]]
-    return Task("embed-tokens", options | _digest(ranges), {"embeddings": [[numbers]]}, open_task)
+    return JobTask(
+        "embed-tokens", options | _digest(ranges), {"embeddings": [[numbers]]}, open_task
+    )
 
 
 # Arrow's names for the numbers of a vector.
@@ -113,13 +115,13 @@ _COLUMN_TYPES = {
 }
 
 
-def classify_task(options: dict[str, Any]) -> Task:
+def classify_task(options: dict[str, Any]) -> JobTask:
     """Labels and scores, best first. options: keyword arguments of Model.classify."""
     fields: dict[str, ColumnType] = {"label": "string", "score": "float64"}
     return _list_task("classify", method="classify", key="labels", fields=fields, options=options)
 
 
-def tag_task(options: dict[str, Any]) -> Task:
+def tag_task(options: dict[str, Any]) -> JobTask:
     """Tagged tokens or groups, with the names of Hugging Face's token-classification pipeline.
 
     options: keyword arguments of Model.tag.
@@ -143,7 +145,7 @@ def tag_task(options: dict[str, Any]) -> Task:
     return _list_task("tag", method="tag", key="entities", fields=fields, options=options)
 
 
-def answer_task(options: dict[str, Any]) -> Task:
+def answer_task(options: dict[str, Any]) -> JobTask:
     """The best spans of each context. options: keyword arguments of Model.answer."""
     fields: dict[str, ColumnType] = {
         "answer": "string",
@@ -154,7 +156,7 @@ def answer_task(options: dict[str, Any]) -> Task:
     return _list_task("answer", method="answer", key="answers", fields=fields, options=options)
 
 
-def fill_mask_task(options: dict[str, Any]) -> Task:
+def fill_mask_task(options: dict[str, Any]) -> JobTask:
     """The best fillings of each mask. options: keyword arguments of Model.fill_mask."""
     fields: dict[str, ColumnType] = {
         "mask_index": "int64",
@@ -173,7 +175,7 @@ def _list_task(
     key: str,
     fields: Mapping[str, ColumnType],
     options: dict[str, Any],
-) -> Task:
+) -> JobTask:
     """A task whose answer to a text is a list of records: {"index": i, key: [{...}, ...]}.
 
     method: the Model's.  fields: of a record, which are attributes of an answer; that of
@@ -190,10 +192,10 @@ def _list_task(
         run([], **options)  # checks the model and the options early
         return _streaming(run, options), _line_encoder(to_json, suffix)
 
-    return Task(name, options, {key: [dict(fields)]}, open_task)
+    return JobTask(name, options, {key: [dict(fields)]}, open_task)
 
 
-def score_task(options: dict[str, Any]) -> Task:
+def score_task(options: dict[str, Any]) -> JobTask:
     """How likely each text is: {"index", "log_likelihood", "num_tokens", "perplexity"}, the last
     null where there is no finite one. options: keyword arguments of Model.score."""
 
@@ -210,7 +212,7 @@ def score_task(options: dict[str, Any]) -> Task:
         "num_tokens": "int64",
         "perplexity": "float64",
     }
-    return Task("score", options, columns, open_task)
+    return JobTask("score", options, columns, open_task)
 
 
 def generate_task(
@@ -219,7 +221,7 @@ def generate_task(
     *,
     generation_config: str = "auto",
     template_kwargs: dict[str, Any] | None = None,
-) -> Task:
+) -> JobTask:
     """The model's answers: {"index", "text", "finish_reason", "num_prompt_tokens",
     "num_tokens"}.
 
@@ -254,7 +256,7 @@ def generate_task(
     if generation_config != "auto":
         options["generation_config"] = _identity(generation_config)
     load_options = {"generation_config": generation_config}
-    return Task("generate", options, columns, open_task, describe, load_options)
+    return JobTask("generate", options, columns, open_task, describe, load_options)
 
 
 def _identity(generation_config: str) -> str:
@@ -264,19 +266,19 @@ def _identity(generation_config: str) -> str:
     return sha256(path.read_bytes()).hexdigest() if path.is_file() else generation_config
 
 
-def rerank_task(options: dict[str, Any]) -> Task:
+def rerank_task(options: dict[str, Any]) -> JobTask:
     """Hits of each query, best first. options: keyword arguments of Model.rerank."""
 
     def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
         model.rerank("", [], **options)  # checks the model and the options early
 
-        def run(requests: Iterator[RankRequest]) -> Stream:
+        def run(requests: Iterator[RankRequest]) -> JobStream:
             return _RankStream(model, requests, options)
 
         return run, _line_encoder(_json, suffix)
 
     hit: dict[str, ColumnType] = {"index": "int64", "score": "float64", "document": "string"}
-    return Task("rerank", options, {"query": "string", "hits": [hit]}, open_task)
+    return JobTask("rerank", options, {"query": "string", "hits": [hit]}, open_task)
 
 
 def _line_encoder(to_json: Callable[[Any], str], suffix: str) -> LineEncoder:
@@ -332,7 +334,7 @@ def _streaming(method: Callable[..., Any], options: dict[str, Any]) -> Run:
 class _Respelling:
     """A stream whose errors speak of a line of a file and of options of the command line."""
 
-    def __init__(self, stream: Stream):
+    def __init__(self, stream: JobStream):
         self._stream = stream
 
     @property

@@ -14,7 +14,7 @@ from bytetx.cli.files.encoders import Encoder, VectorEncoder
 from bytetx.cli.files.lock import OutputError, OutputLock, OutputPaths
 from bytetx.cli.files.parquet import ParquetForm, lines_to_parquet, vectors_to_parquet
 from bytetx.cli.files.resume import (
-    Progress,
+    JobProgress,
     check_same_job,
     load_progress,
     save_progress,
@@ -26,9 +26,9 @@ from bytetx.errors import InputError
 class Output(Protocol):
     """Where encoded rows go."""
 
-    progress: Progress
+    progress: JobProgress
 
-    def append(self, data: bytes, lines: bytes, progress: Progress) -> None:
+    def append(self, data: bytes, lines: bytes, progress: JobProgress) -> None:
         """Writes rows and makes `progress` the committed state; sizes in it are filled in."""
 
     def finish(self) -> None:
@@ -44,9 +44,9 @@ class StdoutOutput:
     def __init__(self) -> None:
         if sys.stdout is None:
             raise OutputError("stdout is closed; give an output file with -o")
-        self.progress = Progress({})
+        self.progress = JobProgress({})
 
-    def append(self, data: bytes, lines: bytes, progress: Progress) -> None:
+    def append(self, data: bytes, lines: bytes, progress: JobProgress) -> None:
         try:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
@@ -73,7 +73,7 @@ def _forget_stdout() -> None:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def find_unfinished(lock: OutputLock, *, resume: bool, overwrite: bool) -> Progress | None:
+def find_unfinished(lock: OutputLock, *, resume: bool, overwrite: bool) -> JobProgress | None:
     """The committed state of a job that ended early, or None.
 
     Finishes the renames of a job that had written all rows. Raises OutputError where an output
@@ -114,14 +114,14 @@ def is_complete(lock: OutputLock, *, resume: bool, overwrite: bool) -> bool:
 
 
 def begin_or_resume(
-    unfinished: Progress | None, job: Mapping[str, Any], lock: OutputLock, *, overwrite: bool
-) -> Progress:
+    unfinished: JobProgress | None, job: Mapping[str, Any], lock: OutputLock, *, overwrite: bool
+) -> JobProgress:
     """The unfinished job's committed state, or the state of a new job.
 
     Raises InputError where the unfinished job has other options.
     """
     if unfinished is None:
-        return Progress(job, replaces=overwrite)
+        return JobProgress(job, replaces=overwrite)
     check_same_job(unfinished, job, lock.paths.progress)
     return unfinished
 
@@ -138,7 +138,7 @@ class StagedOutput:
         lock: OutputLock,
         encoder: Encoder,
         *,
-        progress: Progress,
+        progress: JobProgress,
         parquet: ParquetForm | None = None,
     ):
         """lock: held until after `close`.  progress: from `begin_or_resume`.
@@ -166,10 +166,10 @@ class StagedOutput:
             os.ftruncate(self._data, 0)
         except OSError as error:
             raise self._failure(error) from error
-        self.progress = Progress(job, replaces=replaces)
+        self.progress = JobProgress(job, replaces=replaces)
         self.append(self._encoder.header(0), b"", self.progress)
 
-    def append(self, data: bytes, lines: bytes, progress: Progress) -> None:
+    def append(self, data: bytes, lines: bytes, progress: JobProgress) -> None:
         """Commits rows: data, then their lines in the list, then the progress that counts them."""
         was = self.progress
         try:
@@ -255,7 +255,7 @@ class StagedOutput:
         )
 
 
-def _finish_renames(paths: OutputPaths) -> Progress | None:
+def _finish_renames(paths: OutputPaths) -> JobProgress | None:
     """The progress of an unfinished job; finishes the renames of one that wrote all rows."""
     if not paths.progress.exists():
         _remove_leftovers(paths)
@@ -270,7 +270,7 @@ def _finish_renames(paths: OutputPaths) -> Progress | None:
     return None
 
 
-def _publish(paths: OutputPaths, progress: Progress) -> None:
+def _publish(paths: OutputPaths, progress: JobProgress) -> None:
     """Renames the complete output. A killed job may have done some of the steps already."""
     if paths.complete.exists():
         if paths.complete.stat().st_size != progress.complete_bytes:
@@ -288,7 +288,7 @@ def _publish(paths: OutputPaths, progress: Progress) -> None:
     paths.progress.unlink(missing_ok=True)
 
 
-def _publish_errors(paths: OutputPaths, progress: Progress) -> None:
+def _publish_errors(paths: OutputPaths, progress: JobProgress) -> None:
     if progress.list_bytes == 0:
         paths.errors.unlink(missing_ok=True)
     elif paths.partial_list.exists():
@@ -302,7 +302,7 @@ def _remove_leftovers(paths: OutputPaths, *, but: Path | None = None) -> None:
             path.unlink(missing_ok=True)
 
 
-def _is_all_there(paths: OutputPaths, progress: Progress) -> bool:
+def _is_all_there(paths: OutputPaths, progress: JobProgress) -> bool:
     """Whether the files have all rows that the progress counts."""
     needed = {paths.partial: progress.data_bytes, paths.partial_list: progress.list_bytes}
     return all(
@@ -312,7 +312,7 @@ def _is_all_there(paths: OutputPaths, progress: Progress) -> bool:
     )
 
 
-def _check_replaces(paths: OutputPaths, progress: Progress) -> None:
+def _check_replaces(paths: OutputPaths, progress: JobProgress) -> None:
     """Raises OutputError where another program created the output while the job ran."""
     if paths.final.exists() and not progress.replaces:
         raise OutputError(
