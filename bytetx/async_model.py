@@ -18,15 +18,14 @@ from bytetx.errors import DeadlineError
 from bytetx.model import Model
 from bytetx.requests.prompts import Prompt, is_chat
 from bytetx.sampling_params import SamplingParams
-from bytetx.tasks.async_run import AsyncRun
 from bytetx.tasks.async_stats import AsyncStats, engine_stats
-from bytetx.tasks.call import TaskCall
 from bytetx.tasks.catalog import AsyncModelTasks
 from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread, PromptGroup
 from bytetx.tasks.grouped_run import GroupedRun
 from bytetx.tasks.reading_pool import ReadingPool
 from bytetx.tasks.results import Embeddings
+from bytetx.tasks.run import AsyncRun
 from bytetx.tasks.search import Packed, Vectors
 from bytetx.tasks.task import TASKS, PromptOptions, TaskSpec
 
@@ -222,6 +221,7 @@ class AsyncModel(AsyncModelTasks):
     async def _run_task(
         self, spec: TaskSpec, inputs: tuple[Any, ...], given: dict[str, Any]
     ) -> Any:
+        has_run_options = "priority" in given or "timeout_s" in given
         priority, timeout_s = given.pop("priority", 0), given.pop("timeout_s", None)
         bound, options = spec.bind(inputs, given)
         make = partial(self._model._call, spec, bound, options)
@@ -233,13 +233,9 @@ class AsyncModel(AsyncModelTasks):
             model, call = await in_own_thread(make)
         else:
             model, call = make()
-        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
-
-    async def _run(
-        self, call: TaskCall[T], model: Model, *, priority: int, timeout_s: float | None
-    ) -> T:
-        check_integer("priority", priority)
-        check_seconds("timeout_s", timeout_s)
+        if has_run_options:
+            check_integer("priority", priority)
+            check_seconds("timeout_s", timeout_s)
         run = AsyncRun(
             call,
             self._engines[model._runner],

@@ -10,12 +10,12 @@ import numpy as np
 from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.request import RunStats, Window
 from bytetx.errors import InputError, QueueFullError
-from bytetx.tasks.async_run import AsyncRun
 from bytetx.tasks.call import TaskCall
 from bytetx.tasks.embed import VectorSink
 from bytetx.tasks.futures import as_it_is, forward
 from bytetx.tasks.reading_pool import ReadingPool
 from bytetx.tasks.results import Embeddings
+from bytetx.tasks.run import AsyncRun
 
 
 class GroupedRun(AsyncRun[Embeddings]):
