@@ -237,7 +237,7 @@ class InputReader:
 
     def checked_texts(self, texts: Mapping[int, Text], errors: Errors) -> Mapping[int, Text]:
         """The texts for the tokenizer, by index in the caller's order; the others are errors."""
-        given = list(texts.values())
+        given = cast("Sequence[str]", list(texts.values()))
         if not self.prompt and set(map(type, given)) == {str} and all(map(str.isascii, given)):
             return texts
         checked: dict[int, Text] = {}

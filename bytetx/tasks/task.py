@@ -221,10 +221,10 @@ def task(
 def _attach(spec: TaskSpec) -> None:
     """Gives both classes the method of a task."""
 
-    def method(self: ModelTasks, *inputs: Any, **given: Any) -> Any:
+    def method(self: Any, *inputs: Any, **given: Any) -> Any:
         return self._run_task(spec, inputs, given)
 
-    async def async_method(self: AsyncModelTasks, *inputs: Any, **given: Any) -> Any:
+    async def async_method(self: Any, *inputs: Any, **given: Any) -> Any:
         return await self._run_task(spec, inputs, given)
 
     run = (
