@@ -116,6 +116,8 @@ class TaskContext:
         sentence, task = self.checkpoint.sentence, options.task
         if options.prompt is not None:
             check_text("prompt", options.prompt)
+        if task is options.prompt is options.prompt_name is None:
+            return self._default_prompt
         if task is None or options.prompt is not None or options.prompt_name is not None:
             return sentence.prompt_text(options.prompt, options.prompt_name)
         prompts = dict(sentence.prompts)
@@ -123,6 +125,15 @@ class TaskContext:
             prompts = {**self.checkpoint.tasks.prompts, **prompts}
         names: Sequence[str] = PROMPT_NAMES.get(task, (task,))
         return next((prompts[name] for name in names if name in prompts), "") or ""
+
+    @cached_property
+    def _default_prompt(self) -> str:
+        return self.checkpoint.sentence.prompt_text(None, None)
+
+    @cached_property
+    def output_size(self) -> int:
+        """Numbers of a token's last hidden state."""
+        return self.spec.output_size
 
     def no_head_error(self, lacks: str) -> InputError:
         """The error of a checkpoint that cannot do a task. lacks: the rest of the sentence."""

@@ -235,7 +235,7 @@ def dense_task(
     if options.normalize is False:
         modules = tuple(module for module in modules if not isinstance(module, Normalize))
     normalizes = any(isinstance(module, Normalize) for module in modules)
-    size = output_size(context.spec.output_size, modes, modules)
+    size = output_size(context.output_size, modes, modules)
     kept = options.dimensions
     if kept is not None:
         check_dimensions(kept, size=size)

@@ -169,7 +169,7 @@ def token_task(context: TaskContext, options: TokenOptions) -> tuple[int, TokenV
         modules = tuple(module for module in modules if not isinstance(module, Normalize))
     elif options.normalize and not any(isinstance(module, Normalize) for module in modules):
         modules = (*modules, _NORMALIZE)
-    size = output_size(context.spec.output_size, ("tokens",), modules)
+    size = output_size(context.output_size, ("tokens",), modules)
     quantizer = make_quantizer(
         options.precision, options.ranges, dim=size, device=checkpoint.device
     )
