@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bytetx.serve.calls import Call, Outcome
 from bytetx.tasks.futures import as_it_is, forward
@@ -12,7 +13,7 @@ _MAX_TEXTS, _MAX_CHARACTERS = 32, 4096
 _MAX_GROUP_TEXTS = 512
 _PART_OF_QUEUE = 4  # a group may be this fraction (1 / 4) of what may wait
 
-Run = Callable[[Sequence[Call]], "Sequence[asyncio.Future[Outcome]]"]
+Run = Callable[[Sequence[Call]], "Sequence[asyncio.Future[Any]]"]
 
 
 @dataclass(slots=True)
@@ -33,7 +34,9 @@ class EmbedGroups:
     has, and the less each of them costs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outcome_of: Callable[[Any], Outcome] = as_it_is):
+        """outcome_of: makes the outcome of a call from what `run` gives for it."""
+        self._outcome_of = outcome_of
         self._groups: dict[tuple[str, str], _Group] = {}
 
     def add(
@@ -80,7 +83,7 @@ class EmbedGroups:
                 waiter.set_exception(error)
             return
         for (_, waiter), answer in zip(wanted, answers, strict=True):
-            forward(answer, waiter, as_it_is)
+            forward(answer, waiter, self._outcome_of)
 
 
 def is_groupable(call: Call) -> bool:

@@ -31,7 +31,6 @@ from bytetx.serve.embed_groups import EmbedGroups, is_groupable
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
 from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
-from bytetx.tasks.futures import forward
 from bytetx.tasks.generation_stream import PromptGroup
 from bytetx.tasks.rerank import YES_NO_FAMILIES, reranks_by_logits
 from bytetx.tasks.results import Embeddings, Results
@@ -112,7 +111,7 @@ class LocalBackend:
         self.models = tuple(one.facts for one in served)
         self.is_healthy = True
         self._on_lost = on_lost
-        self._groups = EmbedGroups()
+        self._groups = EmbedGroups(_embed_outcome)
         # Of requests with several prompts, each of which is a call; gone with the last of them.
         self._prompt_groups = WeakValueDictionary[str, PromptGroup]()
 
@@ -228,19 +227,10 @@ async def _embed(served: ServedModel, call: Call) -> Outcome:
     return _embed_outcome(await served.model.embed(inputs, **options), num_cut)
 
 
-def _embed_each(served: ServedModel, calls: Sequence[Call]) -> "list[asyncio.Future[Outcome]]":
-    """_embed of calls with the same options."""
-    if len(calls) == 1:
-        return [asyncio.ensure_future(TASKS["embed"](served, calls[0]))]
+def _embed_each(served: ServedModel, calls: Sequence[Call]) -> "list[asyncio.Future[Embeddings]]":
+    """The vectors of groupable calls with the same options."""
     options = {name: value for name, value in calls[0].options.items() if name != "left"}
-    results = served.model.embed_each([call.inputs for call in calls], **options)
-    return [_outcome_of(one) for one in results]
-
-
-def _outcome_of(result: "asyncio.Future[Embeddings]") -> "asyncio.Future[Outcome]":
-    outcome: asyncio.Future[Outcome] = result.get_loop().create_future()
-    forward(result, outcome, _embed_outcome)
-    return outcome
+    return served.model.embed_each([call.inputs for call in calls], **options)
 
 
 def _embed_outcome(result: Embeddings, num_cut: int = 0) -> Outcome:
