@@ -112,7 +112,7 @@ class ModelFacts:
         return int(self.info["max_tokens"])
 
 
-class Backend(Protocol):
+class ServeBackend(Protocol):
     """Where calls are answered: in this process, or in the engine's own."""
 
     @property

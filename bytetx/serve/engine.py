@@ -101,7 +101,7 @@ class ServedModel:
 
 
 class LocalBackend:
-    """A Backend of this process.
+    """A ServeBackend of this process.
 
     on_lost: called once where a device or a queue is lost for good; only a new process helps.
     """

@@ -147,7 +147,7 @@ class Engine:
 
 
 class RayBackend:
-    """A Backend whose calls are answered by engines of the cluster."""
+    """A ServeBackend whose calls are answered by engines of the cluster."""
 
     is_healthy = True  # while no engine is there, calls wait for Ray to start one
 

@@ -1,4 +1,4 @@
-"""A front-end's side: a Backend and a Recorder whose work is done in the engine process."""
+"""A front-end's side: a ServeBackend and a Recorder whose work is done in the engine process."""
 
 import asyncio
 import contextlib

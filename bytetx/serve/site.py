@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, TypeVar
 
 from bytetx.errors import shown
-from bytetx.serve.calls import Backend, ModelFacts
+from bytetx.serve.calls import ModelFacts, ServeBackend
 from bytetx.serve.errors import ServeError
 from bytetx.serve.logprobs import MAX_OPEN_LOGPROBS
 from bytetx.serve.records import Recorder
@@ -49,7 +49,7 @@ class Site:
         self, settings: ServeSettings, recorder: Recorder, *, tracer: Tracer | None = None
     ):
         self.settings, self.recorder, self.tracer = settings, recorder, tracer
-        self.backend: Backend | None = None
+        self.backend: ServeBackend | None = None
         self.phase: Phase = "starting"
         self.num_running = 0
         self._num_logprobs = 0
@@ -81,7 +81,7 @@ class Site:
     def is_ready(self) -> bool:
         return self.phase == "ready" and self.backend is not None and self.backend.is_healthy
 
-    def ready_backend(self) -> Backend:
+    def ready_backend(self) -> ServeBackend:
         """The backend; ServeError where nothing can be answered now."""
         if self.phase != "ready" or self.backend is None:
             phase = "starting" if self.phase == "ready" else self.phase
