@@ -15,18 +15,21 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 # Keys of causal families only; nothing reads them for an encoder.
 _CAUSAL_KEYS = {"embeddings": {"project_in"}, "heads": {"lm"}}
 
+# Sizes whose keys most families call alike; [config] names the others.
+_COMMON_NAMES = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
 # section -> (keys it must have, keys it may have).
 _SECTIONS = {
     "config": (
+        {"norm_eps"},
         {
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "intermediate_size",
-            "max_position_embeddings",
-            "norm_eps",
-        },
-        {
+            *_COMMON_NAMES,
             "activation",
             "gated_activation",
             "embedding_size",
@@ -195,6 +198,8 @@ def parse_family(path: Path) -> dict[str, Any]:
 
 def checked_family(path: Path, table: dict[str, Any]) -> dict[str, Any]:
     where = f"{named_file(path)}:"
+    if isinstance(given := table.get("config"), dict):
+        table = {**table, "config": _COMMON_NAMES | given}
     try:
         _check_table(where, table)
     except (TypeError, AttributeError, LookupError, ValueError) as error:

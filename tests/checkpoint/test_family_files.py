@@ -50,7 +50,7 @@ CLAIMING = {
     "unknown key": (f"{OWN}\n[strange]\na = 1\n", "unknown key strange"),
     "missing key": (OWN.replace("attn_out =", "# attn_out ="), "missing key attn_out"),
     "wrong value": (OWN.replace('norm = "layer_norm"', 'norm = "batch"'), "norm is 'batch'"),
-    "wrong type": (OWN.replace('hidden_size = "hidden_size"', "hidden_size = []"), "hidden_size"),
+    "wrong type": (OWN.replace('norm_eps = "layer_norm_eps"', "norm_eps = []"), "norm_eps"),
 }
 
 
@@ -266,7 +266,7 @@ def test_a_wrong_value_is_a_checkpoint_error(place: tuple[str, Any], value: Any)
         inner = inner[key]
     inner[at[-1]] = value
     try:
-        family.checked_family(MODELS / name, table)
+        table = family.checked_family(MODELS / name, table)
         types, marker = table["model_types"], table.get("marker", [])
         one = Family("own", "own.toml", tuple(types), tuple(marker), table)
         config = {"model_type": types[0], **dict.fromkeys(marker, True)}
