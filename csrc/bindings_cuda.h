@@ -102,9 +102,9 @@ void bind_cuda(py::module_& m) {
     bind<&paged_plan>(m, "paged_plan");
     bind<&planned_paged_attention>(m, "planned_paged_attention");
     bind<&rotary_write_kv>(m, "rotary_write_kv");
-    bind<&decode_step_workspace_bytes>(
-        m, "decode_step_workspace_bytes",
-        {"device", "hidden_size", "inner_size", "num_heads", "num_kv_heads"});
+    bind<&decode_step_workspace_bytes>(m, "decode_step_workspace_bytes",
+                                       {"device", "hidden_size", "inner_size", "num_heads",
+                                        "num_kv_heads", "head_dim", "has_bias"});
     bind<&decode_step>(m, "decode_step");
     bind<&maxsim_of_one>(m, "maxsim_of_one");
     bind<&count_tokens>(m, "count_tokens");

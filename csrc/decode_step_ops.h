@@ -21,6 +21,7 @@ struct DecodeStepLayer {
     const void* ffn_norm;   // [hidden_size]
     const void* q_norm;     // [head_dim], or null for none
     const void* k_norm;     // as q_norm; both or neither
+    const void* qkv_bias;   // [rows of qkv], or null; all layers or none
     void* k_cache;          // [num_pages, page_size, num_kv_heads, head_dim]
     void* v_cache;          // as k_cache
 };
@@ -45,6 +46,7 @@ struct DecodeStepParams {
     int32_t inner_size;
     int32_t num_heads;
     int32_t num_kv_heads;
+    int32_t head_dim;
     float eps;
     float softmax_scale;
     std::array<DecodeStepLayer, kMaxDecodeStepLayers> layers;
@@ -52,8 +54,9 @@ struct DecodeStepParams {
 
 void decode_step(const DecodeStepParams& p, const Launch& launch);
 
-// 0 where no kernel takes these sizes (head_dim is 128), or the device has too few SMs.
+// 0 where no kernel takes these sizes, or the device has too few SMs. has_bias: qkv has.
 int64_t decode_step_workspace_bytes(int32_t device, int32_t hidden_size, int32_t inner_size,
-                                    int32_t num_heads, int32_t num_kv_heads);
+                                    int32_t num_heads, int32_t num_kv_heads, int32_t head_dim,
+                                    bool has_bias);
 
 }  // namespace bytetx

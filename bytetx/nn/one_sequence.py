@@ -48,8 +48,8 @@ class OneSequence:
 def step_weights(transformer: Transformer, cache: KvCache) -> StepWeights | None:
     """The model's weights and pages as the kernel takes them; None where its layers do more.
 
-    It has pre-norm layers with RMS norms and a SiLU gate, without biases, windows or experts, whose
-    heads turn by one rotary table; all weights in this process.
+    It has pre-norm layers with RMS norms and a SiLU gate, without biases but qkv's, windows or
+    experts, whose heads turn by one rotary table; all weights in this process.
     """
     spec, layers = transformer.spec, transformer.layers
     layer_spec, numbers = layers.layer_spec, range(spec.num_layers)
@@ -99,7 +99,8 @@ def step_weights(transformer: Transformer, cache: KvCache) -> StepWeights | None
 
 
 def _step_layer(w: LayerWeights, pages: LayerCache) -> StepLayer | None:
-    qkv, attn_out, ffn_in, ffn_out = map(_plain, (w.qkv, w.attn_out, w.ffn_in, w.ffn_out))
+    qkv = _matrix(w.qkv)
+    attn_out, ffn_in, ffn_out = map(_plain, (w.attn_out, w.ffn_in, w.ffn_out))
     if w.ffn_in is None or w.ffn_in.block != BLOCK:
         return None
     if qkv is None or attn_out is None or ffn_in is None or ffn_out is None:
@@ -115,13 +116,17 @@ def _step_layer(w: LayerWeights, pages: LayerCache) -> StepLayer | None:
         w.ffn_norm.weight,
         None if w.q_norm is None else w.q_norm.weight,
         None if w.k_norm is None else w.k_norm.weight,
+        w.qkv.dense.bias,
         pages.k_cache,
         pages.v_cache,
     )
 
 
 def _plain(w: Weight | None) -> Tensor | None:
-    """A weight alone: the kernel adds no bias and takes no other layout."""
-    if w is None or not w.is_plain or w.dense.bias is not None:
-        return None
-    return w.dense.weight
+    """The matrix of a weight without a bias."""
+    return None if w is None or w.dense.bias is not None else _matrix(w)
+
+
+def _matrix(w: Weight) -> Tensor | None:
+    """The matrix, where it has the layout that the kernel takes."""
+    return w.dense.weight if w.is_plain else None

@@ -10,7 +10,6 @@ from bytetx.ops import native
 from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
 from bytetx.ops.gated import BLOCK
 
-HEAD_DIM = 128
 MAX_LAYERS = 64
 # With more earlier keys, 16 CTAs share those of a KV head, which costs one exchange more: 24 us of
 # a step with 180 keys, 60 with 100 (H100).
@@ -23,11 +22,11 @@ class StepLayer(NamedTuple):
 
     The fields are those of DecodeStepLayer in csrc/decode_step_ops.h.
 
-    qkv: [(num_heads + 2 * num_kv_heads) * 128, hidden_size], rows of q, then k, then v.
-    attn_out: [hidden_size, num_heads * 128].  ffn_in: [2 * inner_size, hidden_size], GatedWeight's
-    rows.  ffn_out: [hidden_size, inner_size].  attn_norm, ffn_norm: [hidden_size].
-    q_norm, k_norm: [128], of each head, or None for none.
-    k_cache, v_cache: [num_pages, page_size, num_kv_heads, 128].
+    qkv: [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size], rows of q, then k, then v.
+    attn_out: [hidden_size, num_heads * head_dim].  ffn_in: [2 * inner_size, hidden_size], rows of
+    GatedWeight.  ffn_out: [hidden_size, inner_size].  attn_norm, ffn_norm: [hidden_size].
+    q_norm, k_norm: [head_dim], of each head, or None for none.  qkv_bias: of qkv's rows, or None.
+    k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim].
     """
 
     qkv: Tensor
@@ -38,6 +37,7 @@ class StepLayer(NamedTuple):
     ffn_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    qkv_bias: Tensor | None
     k_cache: Tensor
     v_cache: Tensor
 
@@ -46,7 +46,8 @@ class StepLayer(NamedTuple):
 class StepWeights:
     """layers: of a pre-norm decoder with RMS norms and a SiLU gate.  final_norm: [hidden_size].
 
-    cos, sin: f32 [positions, 64], of pairs (i, i + 64) of every head of q and k.
+    cos, sin: f32 [positions, head_dim / 2], of pairs (i, i + head_dim / 2) of every head of q and
+    k.
     """
 
     layers: tuple[StepLayer, ...]
@@ -66,11 +67,15 @@ class StepWeights:
 
     @property
     def num_heads(self) -> int:
-        return self.layers[0].attn_out.shape[1] // HEAD_DIM
+        return self.layers[0].attn_out.shape[1] // self.head_dim
 
     @property
     def num_kv_heads(self) -> int:
         return self.layers[0].k_cache.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0].k_cache.shape[3]
 
     @property
     def workspace_bytes(self) -> int:
@@ -86,12 +91,15 @@ class StepWeights:
             self.inner_size,
             self.num_heads,
             self.num_kv_heads,
+            self.head_dim,
+            has_bias=self.layers[0].qkv_bias is not None,
         )
 
     def _has_known_shapes(self) -> bool:
         first = self.layers[0]
-        hidden, inner, attended = self.hidden_size, self.inner_size, self.num_heads * HEAD_DIM
-        qkv_rows = attended + 2 * self.num_kv_heads * HEAD_DIM
+        hidden, inner, head_dim = self.hidden_size, self.inner_size, self.head_dim
+        attended = self.num_heads * head_dim
+        qkv_rows = attended + 2 * self.num_kv_heads * head_dim
         shapes = {
             "qkv": (qkv_rows, hidden),
             "attn_out": (hidden, attended),
@@ -99,17 +107,20 @@ class StepWeights:
             "ffn_out": (hidden, inner),
             "attn_norm": (hidden,),
             "ffn_norm": (hidden,),
-            "q_norm": (HEAD_DIM,),
-            "k_norm": (HEAD_DIM,),
+            "q_norm": (head_dim,),
+            "k_norm": (head_dim,),
+            "qkv_bias": (qkv_rows,),
             "k_cache": tuple(first.k_cache.shape),
             "v_cache": tuple(first.k_cache.shape),
         }
-        if len(self.layers) > MAX_LAYERS or inner % BLOCK or first.k_cache.shape[3] != HEAD_DIM:
+        if len(self.layers) > MAX_LAYERS or inner % BLOCK:
             return False
         if any((layer.q_norm is None) != (layer.k_norm is None) for layer in self.layers):
             return False
+        if len({layer.qkv_bias is None for layer in self.layers}) > 1:
+            return False
         weights = (*self._of_layers(shapes), (self.final_norm, (hidden,)))
-        tables = ((t, (None, HEAD_DIM // 2)) for t in (self.cos, self.sin))
+        tables = ((t, (None, head_dim // 2)) for t in (self.cos, self.sin))
         return all(_is(t, shape, torch.bfloat16) for t, shape in weights) and all(
             _is(t, (t.shape[0], shape[1]), torch.float32) for t, shape in tables
         )
@@ -177,6 +188,7 @@ def decode_step(
         inner_size=w.inner_size,
         num_heads=w.num_heads,
         num_kv_heads=w.num_kv_heads,
+        head_dim=w.head_dim,
         eps=w.eps,
         softmax_scale=w.softmax_scale,
         layers=w.layers,

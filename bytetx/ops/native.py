@@ -131,7 +131,14 @@ def linear_norm_workspace_bytes(m: int, n: int) -> int:
 
 
 def decode_step_workspace_bytes(
-    device: torch.device, hidden_size: int, inner_size: int, num_heads: int, num_kv_heads: int
+    device: torch.device,
+    hidden_size: int,
+    inner_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    has_bias: bool,
 ) -> int:
     """Bytes that the kernel `decode_step` needs; 0 where it is not built or refuses these sizes."""
     if kernel("decode_step", device) is None:
@@ -143,6 +150,8 @@ def decode_step_workspace_bytes(
         inner_size=inner_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        has_bias=has_bias,
     )
     return int(num_bytes)
 

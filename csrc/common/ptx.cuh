@@ -224,6 +224,15 @@ __device__ __forceinline__ void load_bytes(const void* from, uint64_t* barrier, 
         : "memory");
 }
 
+__device__ __forceinline__ void load_bytes(const void* from, uint64_t* barrier, void* to, int bytes,
+                                           L2Policy policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1], %2, [%3], %4;" ::"r"(smem_address(to)),
+        "l"(from), "r"(bytes), "r"(smem_address(barrier)), "l"(static_cast<uint64_t>(policy))
+        : "memory");
+}
+
 // From shared memory; a part of the group that the next commit_stores() ends.
 __device__ __forceinline__ void store_bytes(const void* from, void* to, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),

@@ -27,6 +27,24 @@ SIZES = {
     "intermediate_size": 3072,
     "max_position_embeddings": 2048,
 }
+# Other shapes with a kernel: two slots of x and heads of 64; part of a slot, biases, an odd group.
+OTHERS = {
+    "llama": {
+        **SIZES,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+    },
+    "qwen2": {
+        **SIZES,
+        "hidden_size": 896,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 4864,
+    },
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
@@ -64,6 +82,15 @@ def error(x: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("num_keys", [1, 30, 1000])
 def test_a_step_is_as_exact_as_by_many_kernels(folder: Path, num_keys: int) -> None:
+    compare_steps(folder, num_keys)
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_a_step_of_another_family_is_as_exact(tmp_path: Path, model_type: str) -> None:
+    compare_steps(save_causal(tmp_path, model_type, **OTHERS[model_type]), num_keys=300)
+
+
+def compare_steps(folder: Path, num_keys: int) -> None:
     """Against f32: twice the error of the kernels for any batch at most."""
     half = steps_of(bytetx.load(folder, device="cuda", dtype="bfloat16"))
     full = steps_of(bytetx.load(folder, device="cuda", dtype="float32"))

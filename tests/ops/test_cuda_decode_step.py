@@ -1,6 +1,6 @@
 """The decode step of one sequence as one kernel, against float64 and torch in bf16."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,52 +11,91 @@ from bytetx.ops.decode_step import StepLayer, StepWeights, decode_step, make_wor
 
 pytestmark = pytest.mark.gpu
 
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, PAGE = 1024, 3072, 16, 8, 128, 16
+PAGE = 16
 MOST_KEYS = 9000
 NUM_PAGES = MOST_KEYS // PAGE + 8
 EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    has_bias: bool = False
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+QWEN3 = Sizes(1024, 3072, 16, 8, 128)
+SIZES = {
+    "qwen3-0.6b": QWEN3,
+    "qwen3-1.7b": Sizes(2048, 6144, 16, 8, 128),
+    "qwen2.5-0.5b": Sizes(896, 4864, 14, 2, 64, has_bias=True),
+    "llama-3.2-1b": Sizes(2048, 8192, 32, 8, 64),
+    "tinyllama": Sizes(2048, 5632, 32, 4, 64),
+    "smollm2-135m": Sizes(576, 1536, 9, 3, 64),
+    "smollm2-360m": Sizes(960, 2560, 15, 5, 64),
+}
 
 
 def random(*shape: int, std: float = 0.02, mean: float = 0.0) -> Tensor:
     return (mean + std * torch.randn(*shape, device="cuda")).to(torch.bfloat16)
 
 
-def random_layer() -> StepLayer:
-    pages = (NUM_PAGES, PAGE, KV_HEADS, HEAD_DIM)
+def random_layer(sizes: Sizes) -> StepLayer:
+    hidden, inner, head_dim = sizes.hidden, sizes.inner, sizes.head_dim
+    pages = (NUM_PAGES, PAGE, sizes.kv_heads, head_dim)
+    norms = (random(n, std=0.1, mean=1.0) for n in (hidden, hidden, head_dim, head_dim))
     return StepLayer(
-        random((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
-        random(HIDDEN, HEADS * HEAD_DIM),
-        random(2 * INNER, HIDDEN),
-        random(HIDDEN, INNER),
-        *(random(n, std=0.1, mean=1.0) for n in (HIDDEN, HIDDEN, HEAD_DIM, HEAD_DIM)),
-        *(random(*pages, std=1.0) for _ in range(2)),
+        random(sizes.qkv_rows, hidden),
+        random(hidden, sizes.heads * head_dim),
+        random(2 * inner, hidden),
+        random(hidden, inner),
+        *norms,
+        random(sizes.qkv_rows, std=0.3) if sizes.has_bias else None,
+        random(*pages, std=1.0),
+        random(*pages, std=1.0),
     )
 
 
-@pytest.fixture(scope="module")
-def weights() -> StepWeights:
+def random_weights(sizes: Sizes) -> StepWeights:
     torch.manual_seed(0)
-    frequencies = 1e6 ** (-torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
-    angles = torch.arange(MOST_KEYS, device="cuda")[:, None] * frequencies
+    half = torch.arange(0, sizes.head_dim, 2, device="cuda") / sizes.head_dim
+    angles = torch.arange(MOST_KEYS, device="cuda")[:, None] * 1e6**-half
     found = StepWeights(
-        tuple(random_layer() for _ in range(3)),
-        random(HIDDEN, std=0.1, mean=1.0),
+        tuple(random_layer(sizes) for _ in range(3)),
+        random(sizes.hidden, std=0.1, mean=1.0),
         angles.cos(),
         angles.sin(),
         eps=EPS,
-        softmax_scale=HEAD_DIM**-0.5,
+        softmax_scale=sizes.head_dim**-0.5,
     )
     assert found.workspace_bytes > 0
     return found
 
 
+@pytest.fixture(scope="module", params=SIZES)
+def any_weights(request: pytest.FixtureRequest) -> StepWeights:
+    return random_weights(SIZES[request.param])
+
+
+@pytest.fixture(scope="module")
+def weights() -> StepWeights:
+    return random_weights(QWEN3)
+
+
 class Case:
     """A sequence of num_keys keys, the last of which is new, on pages in random order."""
 
-    def __init__(self, num_keys: int):
+    def __init__(self, num_keys: int, hidden_size: int = QWEN3.hidden):
         torch.manual_seed(num_keys)
         self.num_keys = num_keys
-        self.x = random(1, HIDDEN, std=1.0)
+        self.x = random(1, hidden_size, std=1.0)
         self.table = torch.randperm(NUM_PAGES, device="cuda", dtype=torch.int32)[None]
         last = num_keys - 1
         self.slot = int(self.table[0, last // PAGE]) * PAGE + last % PAGE
@@ -78,10 +117,10 @@ class Case:
         )
 
     def rows_of(self, cache: Tensor) -> Tensor:
-        """Earlier keys or values, [num_keys - 1, KV_HEADS, HEAD_DIM]."""
+        """Earlier keys or values, [num_keys - 1, num_kv_heads, head_dim]."""
         tokens = torch.arange(self.num_keys - 1, device="cuda")
         slots = self.table[0].long()[tokens // PAGE] * PAGE + tokens % PAGE
-        return cache.view(-1, KV_HEADS, HEAD_DIM)[slots]
+        return cache.flatten(0, 1)[slots]
 
     def expected(self, w: StepWeights, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """The hidden states, and the new key and value of each layer, in this dtype."""
@@ -89,14 +128,17 @@ class Case:
         cos, sin = (t[self.num_keys - 1].to(dtype) for t in (w.cos, w.sin))
         for layer in w.layers:
             qkv = layer.qkv.to(dtype) @ norm(x, layer.attn_norm)
-            q, k, v = qkv.view(-1, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS])
+            if layer.qkv_bias is not None:
+                qkv = qkv + layer.qkv_bias.to(dtype)
+            heads = [w.num_heads, w.num_kv_heads, w.num_kv_heads]
+            q, k, v = qkv.view(-1, w.head_dim).split(heads)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = norm(q, layer.q_norm), norm(k, layer.k_norm)
             q, k = turn(q, cos, sin), turn(k, cos, sin)
             news += [k, v]
             keys = torch.cat([self.rows_of(layer.k_cache).to(dtype), k[None]])
             values = torch.cat([self.rows_of(layer.v_cache).to(dtype), v[None]])
-            groups = q.view(KV_HEADS, -1, HEAD_DIM)
+            groups = q.view(w.num_kv_heads, -1, w.head_dim)
             scores = torch.einsum("hgd,khd->hgk", groups, keys) * w.softmax_scale
             chances = scores.softmax(-1)
             attended = torch.einsum("hgk,khd->hgd", chances, values).flatten()
@@ -130,15 +172,16 @@ LENGTHS = [1, 2, 17, 64, 65, 66, 500, 1100, 4000, MOST_KEYS]
 @pytest.mark.feature("Arithmetic", "one kernel for a decode step")
 @pytest.mark.parametrize("num_keys", LENGTHS)
 @pytest.mark.parametrize("has_norms", [True, False])
-def test_it_is_as_exact_as_torch(weights: StepWeights, num_keys: int, has_norms: bool) -> None:
+def test_it_is_as_exact_as_torch(any_weights: StepWeights, num_keys: int, has_norms: bool) -> None:
     """Twice torch's error in bf16 at most; the new keys and values, too; nothing else changes."""
+    weights = any_weights
     if not has_norms:
         bare = (layer._replace(q_norm=None, k_norm=None) for layer in weights.layers)
         weights = replace(weights, layers=tuple(bare))
-    case, workspace = Case(num_keys), make_workspace(weights)
+    case, workspace = Case(num_keys, weights.hidden_size), make_workspace(weights)
     for layer in weights.layers:
         for cache in (layer.k_cache, layer.v_cache):
-            cache.view(-1, KV_HEADS, HEAD_DIM)[case.slot] = torch.nan
+            cache.flatten(0, 1)[case.slot] = torch.nan
     caches = [t for layer in weights.layers for t in (layer.k_cache, layer.v_cache)]
     before = [t.clone() for t in caches]
     exact, news = case.expected(weights, torch.float64)
@@ -147,7 +190,7 @@ def test_it_is_as_exact_as_torch(weights: StepWeights, num_keys: int, has_norms:
     assert error(out[0], exact) <= 2 * error(plain, exact)
     assert torch.equal(case.run(weights, workspace), out)
     for cache, old, new, plain_new in zip(caches, before, news, plain_news, strict=True):
-        rows = cache.view(-1, KV_HEADS, HEAD_DIM)
+        rows = cache.flatten(0, 1)
         assert error(rows[case.slot], new) <= 2 * error(plain_new, new)
         rows[case.slot] = torch.nan
         assert torch.equal(cache.view(torch.int16), old.view(torch.int16))
@@ -163,8 +206,9 @@ def test_a_token_without_a_slot_is_not_written(weights: StepWeights) -> None:
     assert torch.equal(case.run(weights, workspace), out)
 
 
-def test_graphs_give_the_same_bits_every_time(weights: StepWeights) -> None:
-    case, workspace = Case(700), make_workspace(weights)
+def test_graphs_give_the_same_bits_every_time(any_weights: StepWeights) -> None:
+    weights = any_weights
+    case, workspace = Case(700, weights.hidden_size), make_workspace(weights)
     wanted = case.run(weights, workspace)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -177,12 +221,22 @@ def test_graphs_give_the_same_bits_every_time(weights: StepWeights) -> None:
 
 def test_other_sizes_have_no_kernel(weights: StepWeights) -> None:
     first = weights.layers[0]
-    wide = first._replace(ffn_in=random(2 * 4096, HIDDEN), ffn_out=random(HIDDEN, 4096))
+    wide = first._replace(ffn_in=random(2 * 4096, QWEN3.hidden), ffn_out=random(QWEN3.hidden, 4096))
     assert replace(weights, layers=(wide,)).workspace_bytes == 0
     assert replace(weights, layers=(first, wide)).workspace_bytes == 0
     half = first._replace(qkv=first.qkv.half())
     assert replace(weights, layers=(half,)).workspace_bytes == 0
     assert replace(weights, layers=(first,) * 65).workspace_bytes == 0
+    biased = first._replace(qkv_bias=random(QWEN3.qkv_rows))
+    assert replace(weights, layers=(biased,)).workspace_bytes == 0
+
+
+def test_all_layers_have_a_bias_or_none() -> None:
+    weights = random_weights(SIZES["qwen2.5-0.5b"])
+    first = weights.layers[0]
+    bare = first._replace(qkv_bias=None)
+    assert replace(weights, layers=(bare,)).workspace_bytes == weights.workspace_bytes
+    assert replace(weights, layers=(first, bare)).workspace_bytes == 0
 
 
 def test_operands_of_another_shape_are_refused(weights: StepWeights) -> None:
