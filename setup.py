@@ -241,6 +241,28 @@ def cuda_sources() -> list[str]:
     return [*BOTH_MODULES, *relative(p for folder in folders for p in folder.glob("*.cu"))]
 
 
+def instance_units() -> list[str]:
+    """Sources that instantiate the kernels' launchers, one for each block of `extern template`
+    lines in a header of csrc/, so that they compile at once."""
+    folder = OBJECTS / "instances"
+    folder.mkdir(parents=True, exist_ok=True)
+    units = {}
+    for header in relative((ROOT / "csrc").rglob("*.cuh")):
+        text = (ROOT / header).read_text()
+        for block in re.findall(r"(?:^extern template [^;]+;\n)+", text, re.MULTILINE):
+            namespace = re.search(r"^namespace ([\w:]+) \{", text, re.MULTILINE)[1]
+            argument = re.search(r"<(\w+)>", block)[1]
+            name = f"{Path(header).stem.removesuffix('_launch')}_{argument}"
+            include = f'#include "{Path(header).relative_to("csrc").as_posix()}"'
+            body = re.sub("^extern ", "", block, flags=re.MULTILINE)
+            units[name] = f"{include}\nnamespace {namespace} {{\n{body}}}\n"
+    for name, text in units.items():
+        path = folder / f"{name}.cu"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+    return relative(folder / f"{name}.cu" for name in units)
+
+
 def cpu_steps() -> list[Step]:
     sources = cpu_sources()
     isas = sorted({isa for source in sources if (isa := isa_of(source))})
@@ -252,7 +274,7 @@ def cuda_steps(cuda: Cuda) -> list[Step]:
     defines = ["-DBYTETX_MODULE=_cuda", "-DBYTETX_CUDA"]
     return [
         cuda_step(source, cuda) if source.endswith(".cu") else host_step(source, defines)
-        for source in cuda_sources()
+        for source in [*instance_units(), *cuda_sources()]
     ]
 
 
@@ -279,6 +301,8 @@ def cuda_step(source: str, cuda: Cuda) -> Step:
     cutlass = (cuda.cutlass / "cutlass" / "version.h").read_text()
     versions = [cuda.version, version_of(host_compiler()), cutlass]
     command = [*nvcc_command(cuda), *CUDA_FLAGS, "-Icsrc"]
+    if (ROOT / source).is_relative_to(OBJECTS):
+        versions.append((ROOT / source).read_text())  # dependencies are files of csrc/ alone
     return make_step(source, command, [cuda.cutlass], versions)
 
 

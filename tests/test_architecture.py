@@ -221,6 +221,6 @@ def test_one_kernel_multiplies_for_all_gemms() -> None:
 def test_the_table_of_native_sources_names_all_of_them() -> None:
     table = (ROOT / "csrc" / "README.md").read_text()
     sources = [p for name in ("gemm", "comm", "cuda") for p in (ROOT / "csrc" / name).glob("*.cu")]
-    assert len(sources) > 50
+    assert len(sources) > 25
     missing = [p.name for p in sources if f"`{p.parent.name}/{p.name}`" not in table]
     assert not missing

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import pty
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -272,6 +273,30 @@ def test_kernel_index_lists_every_cuda_source() -> None:
     index = (CSRC / "README.md").read_text()
     sources = [path.relative_to(CSRC).as_posix() for path in CSRC.rglob("*.cu")]
     assert [source for source in sources if source not in index] == []
+
+
+def test_every_declared_instance_is_in_one_unit(build: ModuleType) -> None:
+    """Each `extern template` line of csrc/ is compiled, beside those of its block."""
+    shutil.copytree(CSRC, build.ROOT / "csrc", dirs_exist_ok=True)
+    headers = "".join(path.read_text() for path in CSRC.rglob("*.cuh"))
+    blocks = re.findall(r"(?:^extern template [^;]+;\n)+", headers, re.MULTILINE)
+    declared = [block.replace("extern template", "template") for block in blocks]
+    units = [(build.ROOT / unit).read_text() for unit in build.instance_units()]
+    assert len(units) == len(declared) > 30
+    assert sorted(unit.split("{\n", 1)[1] for unit in units) == sorted(f"{d}}}\n" for d in declared)
+
+
+def test_units_that_did_not_change_are_kept(build: ModuleType) -> None:
+    header = build.ROOT / "csrc" / "twice.cuh"
+    line = "extern template int twice<1>(int x);\n"
+    header.write_text(f"namespace a {{\n{line}\n{line.replace('1', '2')}}}\n")
+    first, second = (build.ROOT / unit for unit in build.instance_units())
+    assert (first.name, second.name) == ("twice_1.cu", "twice_2.cu")
+    text = '#include "twice.cuh"\nnamespace a {\ntemplate int twice<1>(int x);\n}\n'
+    assert first.read_text() == text
+    before = first.stat().st_mtime_ns
+    build.instance_units()
+    assert first.stat().st_mtime_ns == before
 
 
 def test_report_covers_every_op() -> None:

@@ -79,4 +79,11 @@ void launch_all_gather_gemm(const AllGatherGemmParams& o, cudaStream_t stream) {
     launch_gather_epilogue<Config<BFloat16, Moving>>(o, stream);
 }
 
+// Units of the build: those of a block are compiled together (setup.py).
+extern template void launch_all_gather_gemm<CommTile128x128>(const AllGatherGemmParams& p,
+                                                             cudaStream_t stream);
+
+extern template void launch_all_gather_gemm<Tile128x192>(const AllGatherGemmParams& p,
+                                                         cudaStream_t stream);
+
 }  // namespace bytetx::gemm

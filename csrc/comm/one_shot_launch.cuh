@@ -41,4 +41,14 @@ void launch_one_shot(const GemmSumParams& o, cudaStream_t stream) {
     launch_one_shot_kernel<Config<BFloat16, Tile>>(o, stream);
 }
 
+// Units of the build: those of a block are compiled together (setup.py).
+extern template void launch_one_shot<OneShot16x64>(const GemmSumParams& p, cudaStream_t stream);
+extern template void launch_one_shot<OneShot16x128>(const GemmSumParams& p, cudaStream_t stream);
+extern template void launch_one_shot<OneShot32x64>(const GemmSumParams& p, cudaStream_t stream);
+extern template void launch_one_shot<OneShot32x128>(const GemmSumParams& p, cudaStream_t stream);
+extern template void launch_one_shot<OneShot64x64>(const GemmSumParams& p, cudaStream_t stream);
+extern template void launch_one_shot<OneShot64x128>(const GemmSumParams& p, cudaStream_t stream);
+extern template void launch_one_shot<OneShot128x128>(const GemmSumParams& p, cudaStream_t stream);
+extern template void launch_one_shot<OneShot256x64>(const GemmSumParams& p, cudaStream_t stream);
+
 }  // namespace bytetx::gemm

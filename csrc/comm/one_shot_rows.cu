@@ -3,7 +3,7 @@
 //
 //   staging buffer of every other rank [this rank] = partial       partial [m, n], f16 or bf16
 //
-// For numbers of rows at which the GEMM of cuBLAS or linear() beats those of gemm_one_shot.cu by
+// For numbers of rows at which the GEMM of cuBLAS or linear() beats those of one_shot_launch.cuh by
 // more than a pass over the product costs. A thread sends 16 bytes at a time, four in flight, to
 // every rank. Each word signals its own arrival (never_zero in peers.cuh), so the sum begins while
 // the rest is in flight. Bytes: m * n * 2 over each link and as much through L2; bound by the

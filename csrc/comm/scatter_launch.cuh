@@ -102,4 +102,11 @@ void launch_scatter(const GemmSumParams& o, bool to_all_ranks, cudaStream_t stre
     launch.template operator()<BFloat16>();
 }
 
+// Units of the build: those of a block are compiled together (setup.py).
+extern template void launch_scatter<CommTile128x128>(const GemmSumParams& p, bool to_all_ranks,
+                                                     cudaStream_t stream);
+
+extern template void launch_scatter<Tile128x192>(const GemmSumParams& p, bool to_all_ranks,
+                                                 cudaStream_t stream);
+
 }  // namespace bytetx::gemm

@@ -43,7 +43,8 @@ namespace bytetx {
 namespace attention {
 
 template <int kHeadDim>
-void launch_attention(const PlannedAttentionParams& p, cudaStream_t stream);  // attention_d*.cu
+void launch_attention(const PlannedAttentionParams& p,
+                      cudaStream_t stream);  // attention_launch.cuh
 
 }  // namespace attention
 

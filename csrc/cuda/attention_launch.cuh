@@ -1,5 +1,5 @@
 // From the params of ops.h to a launch: TMA maps, tilings, the choice between the kernels.
-// attention_d*.cu instantiate launch_attention, one head size a file, so that they compile at once.
+// One head size a unit, so that they compile at once.
 #pragma once
 
 #include "common/launch.cuh"
@@ -150,9 +150,6 @@ void launch_pipeline(const PlannedAttentionParams& p, int num_tiles, cudaStream_
                   make_params<C>(p, num_tiles));
 }
 
-template <int kHeadDim>
-void launch_attention(const PlannedAttentionParams& p, cudaStream_t stream);
-
 template <typename T, int kHeadDim>
 void launch_typed(const PlannedAttentionParams& p, cudaStream_t stream) {
     const auto num_tiles =
@@ -179,11 +176,21 @@ void launch_typed(const PlannedAttentionParams& p, cudaStream_t stream) {
     launch_tiles<T, kHeadDim, false>(p, num_tiles, stream);
 }
 
-// The body of launch_attention's instantiations.
 template <int kHeadDim>
-void launch_any_type(const PlannedAttentionParams& p, cudaStream_t stream) {
+void launch_attention(const PlannedAttentionParams& p, cudaStream_t stream) {
     if (p.dtype == DType::f16) return launch_typed<Half, kHeadDim>(p, stream);
     launch_typed<BFloat16, kHeadDim>(p, stream);
 }
+
+// Units of the build: those of a block are compiled together (setup.py).
+extern template void launch_attention<32>(const PlannedAttentionParams& p, cudaStream_t stream);
+
+extern template void launch_attention<64>(const PlannedAttentionParams& p, cudaStream_t stream);
+
+extern template void launch_attention<96>(const PlannedAttentionParams& p, cudaStream_t stream);
+
+extern template void launch_attention<128>(const PlannedAttentionParams& p, cudaStream_t stream);
+
+extern template void launch_attention<256>(const PlannedAttentionParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::attention

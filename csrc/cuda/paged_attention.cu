@@ -25,7 +25,8 @@ namespace bytetx {
 namespace paged {
 
 template <int kHeadDim>
-void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream);  // paged_prefill_d*
+void launch_prefill(const PlannedPagedAttentionParams& p,
+                    cudaStream_t stream);  // paged_prefill.cuh
 void launch_cluster(const PlannedPagedAttentionParams& p, const DecodeParams& rows,
                     cudaStream_t stream);  // paged_cluster.cu
 

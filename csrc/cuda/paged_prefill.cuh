@@ -1,6 +1,5 @@
 // Launches of paged prefill: attention of pieces of several tokens (paged_source.cuh).
-// paged_prefill_d*.cu instantiate launch_prefill, one head size a file, so that they compile at
-// once.
+// One head size a unit, so that they compile at once.
 #pragma once
 
 #include <algorithm>
@@ -114,13 +113,16 @@ void launch_prefill_typed(const PlannedPagedAttentionParams& p, cudaStream_t str
 }
 
 template <int kHeadDim>
-void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream);
-
-// The body of launch_prefill's instantiations.
-template <int kHeadDim>
-void launch_prefill_of_any_type(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
+void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     if (p.dtype == DType::f16) return launch_prefill_typed<Half, kHeadDim>(p, stream);
     launch_prefill_typed<BFloat16, kHeadDim>(p, stream);
 }
+
+// Units of the build: those of a block are compiled together (setup.py).
+extern template void launch_prefill<64>(const PlannedPagedAttentionParams& p, cudaStream_t stream);
+
+extern template void launch_prefill<96>(const PlannedPagedAttentionParams& p, cudaStream_t stream);
+
+extern template void launch_prefill<128>(const PlannedPagedAttentionParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::paged

@@ -38,4 +38,13 @@ void launch_fp8_linear(const Fp8LinearParams& o, cudaStream_t stream) {
     launch_fp8_epilogue<C, BFloat16>(o, stream);
 }
 
+// Units of the build: those of a block are compiled together (setup.py).
+extern template void launch_fp8_linear<Fp8Tile64x64>(const Fp8LinearParams& p, cudaStream_t stream);
+
+extern template void launch_fp8_linear<Fp8Tile64x128>(const Fp8LinearParams& p,
+                                                      cudaStream_t stream);
+
+extern template void launch_fp8_linear<Fp8Tile128x128>(const Fp8LinearParams& p,
+                                                       cudaStream_t stream);
+
 }  // namespace bytetx::gemm

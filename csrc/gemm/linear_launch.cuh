@@ -145,4 +145,35 @@ void launch_linear(const LinearParams& o, cudaStream_t stream) {
     launch_epilogue<BFloat16, Tile>(o, stream);
 }
 
+// Units of the build: those of a block are compiled together (setup.py).
+extern template void launch_linear<Tile128x128>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<Tile128x192>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<Tile192x128>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<Tile192x128Single>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM64x32>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM64x64>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM64x96>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM128x32>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM128x64>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM128x96>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM128x128>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM192x128>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM64x64Pair>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM128x64Pair>(const LinearParams& p, cudaStream_t stream);
+
+extern template void launch_linear<SmallM128x128Pair>(const LinearParams& p, cudaStream_t stream);
+
 }  // namespace bytetx::gemm

@@ -51,4 +51,14 @@ void launch_linear_norm(const LinearNormParams& o, cudaStream_t stream) {
     launch_row_norm<Config<BFloat16, Tile>>(o, stream);
 }
 
+// Units of the build: those of a block are compiled together (setup.py).
+extern template void launch_linear_norm<RowNorm384>(const LinearNormParams& p, cudaStream_t stream);
+extern template void launch_linear_norm<RowNorm384Short>(const LinearNormParams& p,
+                                                         cudaStream_t stream);
+
+extern template void launch_linear_norm<RowNorm768>(const LinearNormParams& p, cudaStream_t stream);
+
+extern template void launch_linear_norm<RowNorm1024>(const LinearNormParams& p,
+                                                     cudaStream_t stream);
+
 }  // namespace bytetx::gemm

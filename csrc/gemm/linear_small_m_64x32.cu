@@ -1,8 +1,0 @@
-// The tiling of 64 rows and 32 columns for small m.
-#include "gemm/linear_launch.cuh"
-
-namespace bytetx::gemm {
-
-template void launch_linear<SmallM64x32>(const LinearParams& p, cudaStream_t stream);
-
-}  // namespace bytetx::gemm
