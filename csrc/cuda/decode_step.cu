@@ -344,11 +344,9 @@ __global__ void __launch_bounds__(kThreads + 32, 1)
     step.run(workspace, epoch);
 }
 
+// A shape is here where it is at least 1.2 times as fast as kernel after kernel (docs/kernels).
 using Qwen3Of600M = Config<1024, 3072, 16, 8, 128>;
-using Qwen3Of1700M = Config<2048, 6144, 16, 8, 128>;
 using Qwen2Of500M = Config<896, 4864, 14, 2, 64, true>;
-using Llama3Of1B = Config<2048, 8192, 32, 8, 64>;
-using TinyLlama = Config<2048, 5632, 32, 4, 64>;
 using SmolLm2Of135M = Config<576, 1536, 9, 3, 64>;
 using SmolLm2Of360M = Config<960, 2560, 15, 5, 64>;
 
@@ -371,8 +369,7 @@ bool dispatch_any(const Sizes& sizes, F&& f) {
 
 template <typename F>
 bool dispatch_config(const Sizes& sizes, F&& f) {
-    return dispatch_any<Qwen3Of600M, Qwen3Of1700M, Qwen2Of500M, Llama3Of1B, TinyLlama,
-                        SmolLm2Of135M, SmolLm2Of360M>(sizes, f);
+    return dispatch_any<Qwen3Of600M, Qwen2Of500M, SmolLm2Of135M, SmolLm2Of360M>(sizes, f);
 }
 
 template <typename C>

@@ -27,14 +27,15 @@ SIZES = {
     "intermediate_size": 3072,
     "max_position_embeddings": 2048,
 }
-# Other shapes with a kernel: two slots of x and heads of 64; part of a slot, biases, an odd group.
+# Other shapes with a kernel: an odd group of heads of 64; the same with biases.
 OTHERS = {
     "llama": {
         **SIZES,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
+        "hidden_size": 576,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
         "head_dim": 64,
-        "intermediate_size": 8192,
+        "intermediate_size": 1536,
     },
     "qwen2": {
         **SIZES,

@@ -34,10 +34,7 @@ class Sizes:
 QWEN3 = Sizes(1024, 3072, 16, 8, 128)
 SIZES = {
     "qwen3-0.6b": QWEN3,
-    "qwen3-1.7b": Sizes(2048, 6144, 16, 8, 128),
     "qwen2.5-0.5b": Sizes(896, 4864, 14, 2, 64, has_bias=True),
-    "llama-3.2-1b": Sizes(2048, 8192, 32, 8, 64),
-    "tinyllama": Sizes(2048, 5632, 32, 4, 64),
     "smollm2-135m": Sizes(576, 1536, 9, 3, 64),
     "smollm2-360m": Sizes(960, 2560, 15, 5, 64),
 }
