@@ -124,7 +124,8 @@ def _step_layer(w: LayerWeights, pages: LayerCache) -> StepLayer | None:
 
 def _plain(w: Weight | None) -> Tensor | None:
     """The matrix of a weight without a bias."""
-    return None if w is None or w.dense.bias is not None else _matrix(w)
+    matrix = None if w is None else _matrix(w)
+    return None if w is None or matrix is None or w.dense.bias is not None else matrix
 
 
 def _matrix(w: Weight) -> Tensor | None:
