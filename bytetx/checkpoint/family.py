@@ -1,7 +1,7 @@
 """Family tables: models/*.toml, read once and checked against a closed list of keys."""
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +110,7 @@ _SECTIONS = {
 _OPTIONAL_SECTIONS = {"heads", "final", "fixed", "aliases", "ungated_layer", "sparse_layer"}
 # Keys outside of the sections that a family may leave out.
 _OPTIONAL_KEYS = {"hook", "marker", "own_code", "keyed_code", "bidirectional"}
-_OPTIONAL_KEYS |= {"unsupported", "variants", "modules", "nested", "task_adapters"}
-# Sections that a variant may change.
-_VARIED = ("config", "architecture", "layer")
+_OPTIONAL_KEYS |= {"unsupported", "modules", "nested", "task_adapters"}
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
 _HEADS = {
     "pooler": ({"dense", "activation"}, set()),
@@ -228,27 +226,6 @@ def _check_table(where: str, table: dict[str, Any]) -> None:
     _check_names(where, table)
     _check_values(where, table)
     _check_modules(where, table)
-    for variant in table.get("variants", ()):
-        _check_variant(where, table, variant)
-
-
-def select_variants(table: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The family's table with the changes of each variant whose `when` the config fulfils."""
-
-    def given(key: str) -> Any:
-        value = config.get(key)
-        return table["defaults"].get(key) if value is None else value
-
-    selected = table
-    for variant in table.get("variants", ()):
-        if all(given(key) == value for key, value in variant["when"].items()):
-            selected = _varied(selected, variant)
-    return selected
-
-
-def _varied(table: Mapping[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
-    changed = {key: table[key] | variant[key] for key in _VARIED if key in variant}
-    return {**table, **changed}
 
 
 def models_folder() -> Path:
@@ -312,19 +289,6 @@ def _check_names(where: str, table: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{where} nested names {', '.join(sorted(strange))}, which model_types has not"
         )
-
-
-def _check_variant(where: str, table: dict[str, Any], variant: Any) -> None:
-    _check_keys(f"{where} [[variants]]", variant, {"when"}, set(_VARIED))
-    if missing := variant["when"].keys() - table["defaults"].keys():
-        raise CheckpointError(
-            f"{where} [defaults] missing key {', '.join(sorted(missing))}, which a variant reads"
-        )
-    varied = _varied(table, variant)
-    for section in _VARIED:
-        _check_keys(f"{where} [[variants]] {section}", varied[section], *_SECTIONS[section])
-    _check_types(f"{where} [[variants]]", varied)
-    _check_values(f"{where} [[variants]]", varied)
 
 
 def _check_values(where: str, table: dict[str, Any]) -> None:

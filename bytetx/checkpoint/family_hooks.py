@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bytetx.checkpoint.config import Values
-from bytetx.checkpoint.layer_spec import AlibiSpec, ConvolutionSpec, DisentangledSpec
+from bytetx.checkpoint.layer_spec import ConvolutionSpec, DisentangledSpec, read_alibi
 from bytetx.checkpoint.model_spec import ModelSpec
 from bytetx.errors import CheckpointError
 
@@ -113,10 +113,28 @@ def _convolution(values: Values) -> ConvolutionSpec | None:
 
 
 def falcon(values: Values, spec: ModelSpec) -> ModelSpec:
-    """Falcon RW's slopes are rounded, and scaled as scores are."""
-    if spec.layer_spec.alibi is None:
-        return spec
-    return _layers(spec, alibi=AlibiSpec("bfloat16", spec.layer_spec.softmax_scale))
+    """Norms of each half where layers are new or not parallel; one key head in the old ones;
+    Falcon RW's slopes, which are rounded, and scaled as scores are."""
+    layers, is_new = spec.layer_spec, values.flag("new_decoder_architecture")
+    if not is_new and values.flag("multi_query"):
+        spec = replace(spec, num_kv_heads=1)
+    if not is_new and not values.flag("parallel_attn"):
+        layers = replace(layers, norm_placement="pre")
+        norms = {"ffn_norm": "h.{i}.post_attention_layernorm"}
+        spec = replace(spec, layer={**spec.layer, **norms})
+    if is_new and values.read("num_ln_in_parallel_attn") in (None, 2):
+        norms = {"attn_norm": "h.{i}.ln_attn", "ffn_norm": "h.{i}.ln_mlp"}
+        spec = replace(spec, layer={**spec.layer, **norms})
+    if values.flag("alibi"):
+        alibi = replace(read_alibi(values), dtype="bfloat16", scale=layers.softmax_scale)
+        layers = replace(layers, rotary=None, alibi=alibi)
+    return replace(spec, layer_spec=layers)
+
+
+def gemma(values: Values, spec: ModelSpec) -> ModelSpec:
+    """The first releases' files say gelu, which transformers takes for the tanh."""
+    is_legacy = values.read("hidden_act") == "gelu"
+    return replace(spec, activation="gelu_tanh") if is_legacy else spec
 
 
 def gemma2(values: Values, spec: ModelSpec) -> ModelSpec:
@@ -145,11 +163,17 @@ def _positive_or_zero(values: Values, key: str) -> float:
 
 def gpt2(values: Values, spec: ModelSpec) -> ModelSpec:
     """Scores may be left unscaled, or be divided by the layer's number, too."""
-    spec = gpt_bigcode(values, spec)
+    spec = _scale_switch(values, spec)
     return _layers(spec, scales_by_layer=values.flag("scale_attn_by_inverse_layer_idx"))
 
 
 def gpt_bigcode(values: Values, spec: ModelSpec) -> ModelSpec:
+    """All query heads share one key head, unless config.json says otherwise."""
+    spec = _scale_switch(values, spec)
+    return replace(spec, num_kv_heads=1) if values.flag("multi_query") else spec
+
+
+def _scale_switch(values: Values, spec: ModelSpec) -> ModelSpec:
     return spec if values.flag("scale_attn_weights") else _layers(spec, softmax_scale=1.0)
 
 
@@ -235,6 +259,7 @@ _HOOKS: tuple[Hook, ...] = (
     albert,
     deberta,
     falcon,
+    gemma,
     gemma2,
     gemma3,
     gpt2,

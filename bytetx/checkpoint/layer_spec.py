@@ -222,7 +222,7 @@ def read_layers(
         softmax_scale=scale,
         final=table.get("final", {}),
         norm_offset=float(architecture.get("norm_offset", 0)),
-        alibi=_alibi(values),
+        alibi=read_alibi(values) if architecture["positions"] == "alibi" else None,
     )
 
 
@@ -299,9 +299,8 @@ def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
     return tuple(kind == _LOCAL for kind in kinds)
 
 
-def _alibi(values: Values) -> AlibiSpec | None:
-    if values.architecture["positions"] != "alibi":
-        return None
+def read_alibi(values: Values) -> AlibiSpec:
+    """Raises CheckpointError for more positions than slopes are computed for."""
     positions = values.max_positions(0)
     if positions > _MAX_ALIBI_POSITIONS:
         raise CheckpointError(

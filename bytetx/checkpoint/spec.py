@@ -7,7 +7,6 @@ from typing import Any
 
 from bytetx.checkpoint.config import Values
 from bytetx.checkpoint.families import Families, read_families
-from bytetx.checkpoint.family import select_variants
 from bytetx.checkpoint.family_hooks import HOOKS
 from bytetx.checkpoint.layer_spec import is_bidirectional, read_experts, read_layers
 from bytetx.checkpoint.model_spec import HeadSpec, ModelSpec
@@ -41,9 +40,8 @@ def build_spec(config: Mapping[str, Any], families: Families | None = None) -> M
     Raises CheckpointError for an unknown model_type (with the known ones), and for sizes that are
     missing, of the wrong type, or that contradict each other.
     """
-    name, family = (families or read_families()).family_of(config)
-    config = _unnested(config, family)
-    table = select_variants(family, config)
+    name, table = (families or read_families()).family_of(config)
+    config = _unnested(config, table)
     _refuse_variants(config, table)
     values = Values(config, table)
     activation, norm_eps = values.activation(), values.norm_eps()
@@ -69,7 +67,7 @@ def build_spec(config: Mapping[str, Any], families: Families | None = None) -> M
         sizes["max_positions"] = rotary_positions(layers.rotary, sizes["max_positions"])
     spec = ModelSpec(
         family=name,
-        family_table=family,
+        family_table=table,
         model_type=config["model_type"],
         prefixes=(prefix,) if isinstance(prefix := table["prefix"], str) else tuple(prefix),
         **sizes,
