@@ -38,7 +38,7 @@ def wrap(folder: Path) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize(
-    ("make", "num_files", "num_functions"), [(embed, 31, 135), (generate, 54, 252), (wrap, 30, 127)]
+    ("make", "num_files", "num_functions"), [(embed, 31, 120), (generate, 50, 212), (wrap, 28, 104)]
 )
 def test_a_call_is_short(
     make: Callable[[Path], Callable[[], object]], num_files: int, num_functions: int, tmp_path: Path

@@ -23,5 +23,5 @@ def test_embed_is_short(checkpoints: dict[str, Path]) -> None:
         return post
 
     files, functions = path_length(make)
-    assert files <= 55, files
-    assert functions <= 262, functions
+    assert files <= 53, files
+    assert functions <= 240, functions
