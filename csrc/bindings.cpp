@@ -111,7 +111,8 @@ int64_t paged_attention_bytes(Address cu_seqlens, Address kv_seqlens, int64_t ba
 }
 
 void bind_cpu(py::module_& m) {
-    m.def("isa", [] { return cpu::isa_name(cpu::best_isa()); });
+    m.def("isa", [] { return cpu::isa_name(cpu::machine_isa()); });
+    m.def("isa_set", [] { return static_cast<int>(cpu::machine_isa()); });
     bind<&varlen_attention_workspace_bytes>(m, "varlen_attention_workspace_bytes",
                                             {"batch_size", "head_dim", "num_threads"});
     bind<&varlen_attention>(m, "varlen_attention");

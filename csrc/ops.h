@@ -13,15 +13,23 @@ namespace bytetx {
 
 enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
 
-// Instruction sets of cpu/ kernels, each a superset of the one before it.
-enum class Isa : int { automatic = 0, portable = 1, avx2 = 2, avx512 = 3, avx512_bf16 = 4 };
+// Sets of the instructions that cpu/ kernels are compiled for, a bit each, joined with |. A kernel
+// runs where a set has all that it needs; no instruction stands for another one.
+enum class Isa : int {
+    automatic = 0,  // all that the machine has
+    portable = 1,   // in every set
+    avx2 = 2,       // and FMA
+    avx512 = 4,     // F, BW, DQ and VL
+    avx512_vnni = 8,
+    avx512_bf16 = 16,
+};
 
 // Where an op runs. cuda/ reads device and stream, cpu/ reads num_threads and isa.
 struct Launch {
     int device;
     void* stream;  // a cudaStream_t
     int num_threads;
-    Isa isa;  // automatic: the best that the machine has
+    Isa isa;
 };
 
 // h = x + residual, in f32. layer_norm: out = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias;

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from bytetx.ops import native
-from bytetx.ops.backend_report import backend_report
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 EXACT_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -23,14 +22,7 @@ EXACT_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def available_isas() -> list[str]:
-    """Instruction sets that this processor has, the portable one first."""
-    isas = [isa for isa in native.ISA_CODES if isa != "auto"]
-    best = backend_report().cpu.rsplit(", ", 1)[-1]
-    return isas[: isas.index(best) + 1]
-
-
-VECTOR_ISAS = [isa for isa in available_isas() if isa != "portable"]
+VECTOR_ISAS = [isa for isa in native.available_isas() if isa != "portable"]
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +34,7 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=available_isas())
+@pytest.fixture(params=native.available_isas())
 def isa(request: pytest.FixtureRequest) -> str:
     return request.param
 

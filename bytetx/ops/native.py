@@ -18,7 +18,9 @@ from bytetx.ops.native_params import Launch
 logger = logging.getLogger("bytetx")
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/ops.h
-ISA_CODES = {"auto": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4}  # Isa there
+# Isa there: a bit for the instructions of each name, and the sets of them that a call may ask for.
+ISA_BITS = {"portable": 1, "avx2": 2, "avx512": 4, "avx512_vnni": 8, "avx512_bf16": 16}
+ISA_CODES = {"auto": 0, "portable": 1, "avx2": 3, "avx512": 7, "avx512_vnni": 15, "avx512_bf16": 23}
 MAX_WINDOW = 1 << 30  # tokens; kernels add positions to it in int32
 KERNEL_CAPABILITY = (9, 0)  # _cuda holds code for sm_90a, which runs on no other architecture
 
@@ -116,6 +118,13 @@ def describe_core(device_type: str) -> str:
     if isinstance(module, str):
         return module
     return f"{platform.machine()}, {module.isa()}" if device_type == "cpu" else str(module.arch)
+
+
+def available_isas() -> list[str]:
+    """The keys of ISA_CODES whose instructions this processor has, the portable one first."""
+    module = _modules["cpu"]
+    missing = 0 if isinstance(module, str) else ~module.isa_set()
+    return [name for name, code in ISA_CODES.items() if name != "auto" and not code & missing]
 
 
 def linear_tilings() -> list[tuple[str, int, int, bool]]:

@@ -88,9 +88,9 @@ AttentionInput input_of(const VarlenAttentionParams& p) {
 cpu::AttentionKernels cpu::choose_attention(Isa isa, DType dtype) {
     AttentionKernels kernels{};
 #if defined(__x86_64__)
-    if (isa >= Isa::avx512_bf16) kernels = attention_avx512bf16(dtype);
-    if (kernels.attend == nullptr && isa >= Isa::avx512) kernels = attention_avx512(dtype);
-    if (kernels.attend == nullptr && isa >= Isa::avx2) kernels = attention_avx2(dtype);
+    if (has(isa, Isa::avx512_bf16)) kernels = attention_avx512bf16(dtype);
+    if (kernels.attend == nullptr && has(isa, Isa::avx512)) kernels = attention_avx512(dtype);
+    if (kernels.attend == nullptr && has(isa, Isa::avx2)) kernels = attention_avx2(dtype);
 #endif
     return kernels.attend == nullptr ? attention_portable(dtype) : kernels;
 }

@@ -43,10 +43,10 @@ struct NamedKernel {
 // isa: resolved.
 NamedKernel find_kernel(Isa isa) {
 #if defined(BYTETX_HAS_AVX512)
-    if (isa >= Isa::avx512) return {&avx512::kBf16Kernel, "AVX-512"};
+    if (has(isa, Isa::avx512)) return {&avx512::kBf16Kernel, "AVX-512"};
 #endif
 #if defined(BYTETX_HAS_AVX2)
-    if (isa >= Isa::avx2) return {&avx2::kBf16Kernel, "AVX2"};
+    if (has(isa, Isa::avx2)) return {&avx2::kBf16Kernel, "AVX2"};
 #endif
     static_cast<void>(isa);
     return {nullptr, nullptr};
@@ -55,7 +55,7 @@ NamedKernel find_kernel(Isa isa) {
 }  // namespace
 }  // namespace cpu
 
-const char* bf16_linear_isa() { return cpu::find_kernel(cpu::best_isa()).name; }
+const char* bf16_linear_isa() { return cpu::find_kernel(cpu::machine_isa()).name; }
 
 int64_t bf16_linear_workspace_bytes(int64_t k, int num_threads) {
     return std::max(num_threads, 1) * cpu::slot_words(k) * int64_t{sizeof(float)};

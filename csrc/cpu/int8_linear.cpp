@@ -48,13 +48,10 @@ struct NamedKernel {
 // isa: resolved. AVX-512 without VNNI takes AVX2's kernel.
 NamedKernel find_kernel(Isa isa) {
 #if defined(BYTETX_HAS_AVX512VNNI)
-    __builtin_cpu_init();
-    if (isa >= Isa::avx512 && __builtin_cpu_supports("avx512vnni")) {
-        return {&avx512_vnni::kInt8Kernel, "AVX-512 VNNI"};
-    }
+    if (has(isa, Isa::avx512_vnni)) return {&avx512_vnni::kInt8Kernel, "AVX-512 VNNI"};
 #endif
 #if defined(BYTETX_HAS_AVX2)
-    if (isa >= Isa::avx2) return {&avx2::kInt8Kernel, "AVX2"};
+    if (has(isa, Isa::avx2)) return {&avx2::kInt8Kernel, "AVX2"};
 #endif
     static_cast<void>(isa);
     return {nullptr, nullptr};
@@ -77,7 +74,7 @@ void check(const Int8LinearParams& p, const Launch& launch) {
 }  // namespace
 }  // namespace cpu
 
-const char* int8_linear_isa() { return cpu::find_kernel(cpu::best_isa()).name; }
+const char* int8_linear_isa() { return cpu::find_kernel(cpu::machine_isa()).name; }
 
 int64_t int8_linear_workspace_bytes(int64_t, int64_t k, int num_threads) {
     return std::max(num_threads, 1) * cpu::slot_bytes(k);

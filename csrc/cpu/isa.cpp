@@ -5,17 +5,22 @@
 
 namespace bytetx::cpu {
 
-Isa best_isa() {
+Isa machine_isa() {
 #if defined(__x86_64__)
     static const Isa isa = [] {
         __builtin_cpu_init();
-        const bool has_avx512 =
-            __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-        if (has_avx512 && __builtin_cpu_supports("avx512bf16")) return Isa::avx512_bf16;
-        if (has_avx512) return Isa::avx512;
-        const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-        return has_avx2 ? Isa::avx2 : Isa::portable;
+        Isa found = Isa::portable;
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+            found = found | Isa::avx2;
+        }
+        if (has(found, Isa::avx2) && __builtin_cpu_supports("avx512f") &&
+            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+            __builtin_cpu_supports("avx512vl")) {
+            found = found | Isa::avx512;
+            if (__builtin_cpu_supports("avx512vnni")) found = found | Isa::avx512_vnni;
+            if (__builtin_cpu_supports("avx512bf16")) found = found | Isa::avx512_bf16;
+        }
+        return found;
     }();
     return isa;
 #else
@@ -24,30 +29,23 @@ Isa best_isa() {
 }
 
 Isa resolve_isa(Isa wanted) {
-    const Isa best = best_isa();
-    if (wanted == Isa::automatic) return best;
-    if (wanted < Isa::automatic || wanted > best) {
-        const std::string code = std::to_string(static_cast<int>(wanted));
-        throw std::invalid_argument("isa must be one that this machine has, at most " +
-                                    std::string(isa_name(best)) + ", got code " + code);
+    const Isa machine = machine_isa();
+    if (wanted == Isa::automatic) return machine;
+    if (!has(machine, wanted) || !has(wanted, Isa::portable)) {
+        throw std::invalid_argument(
+            "isa must be a set of instructions that this machine has, which are " +
+            std::to_string(static_cast<int>(machine)) + " with " + isa_name(machine) + ", got " +
+            std::to_string(static_cast<int>(wanted)));
     }
     return wanted;
 }
 
-const char* isa_name(Isa isa) {
-    switch (isa) {
-        case Isa::automatic:
-            return "auto";
-        case Isa::portable:
-            return "portable";
-        case Isa::avx2:
-            return "avx2";
-        case Isa::avx512:
-            return "avx512";
-        case Isa::avx512_bf16:
-            return "avx512_bf16";
-    }
-    throw std::invalid_argument("isa is not a value of bytetx::Isa");
+const char* isa_name(Isa set) {
+    if (has(set, Isa::avx512_bf16)) return "avx512_bf16";
+    if (has(set, Isa::avx512_vnni)) return "avx512_vnni";
+    if (has(set, Isa::avx512)) return "avx512";
+    if (has(set, Isa::avx2)) return "avx2";
+    return "portable";
 }
 
 }  // namespace bytetx::cpu

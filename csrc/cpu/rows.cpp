@@ -24,18 +24,14 @@ extern const RowKernels kRowKernels;
 #endif
 
 const RowKernels& row_kernels(Isa isa) {
-    switch (resolve_isa(isa)) {
+    const Isa set = resolve_isa(isa);
 #if defined(__x86_64__)
-        case Isa::avx512_bf16:
-            return avx512_bf16::kRowKernels;
-        case Isa::avx512:
-            return avx512::kRowKernels;
-        case Isa::avx2:
-            return avx2::kRowKernels;
+    if (has(set, Isa::avx512_bf16)) return avx512_bf16::kRowKernels;
+    if (has(set, Isa::avx512)) return avx512::kRowKernels;
+    if (has(set, Isa::avx2)) return avx2::kRowKernels;
 #endif
-        default:
-            return portable::kRowKernels;
-    }
+    static_cast<void>(set);
+    return portable::kRowKernels;
 }
 
 void check_rows(const char* op, DType dtype, int64_t hidden_size) {

@@ -8,13 +8,13 @@ import cpu_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu_kernels import DTYPES, available_isas
+from cpu_kernels import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
 from torch import Tensor
 
-from bytetx.ops import attention
+from bytetx.ops import attention, native
 
 poisoned_memory, isa, dtype = cpu_kernels.poisoned_memory, cpu_kernels.isa, cpu_kernels.dtype
 HEAD_DIMS = (*range(8, 129, 8), 160, 192, 256, 1, 5, 20, 33, 260)
@@ -241,7 +241,7 @@ def test_no_tokens(seqlens: tuple[int, ...], dtype: torch.dtype, isa: str) -> No
     num_heads=st.integers(1, 4),
     head_dim=st.sampled_from(HEAD_DIMS),
     dtype=st.sampled_from(list(DTYPES.values())),
-    isa=st.sampled_from(available_isas()),
+    isa=st.sampled_from(native.available_isas()),
     seed=st.integers(0, 1 << 16),
 )
 def test_any_lengths(

@@ -7,10 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from cpu_kernels import available_isas
 from torch import Tensor
 
-from bytetx.ops import attention, embedding, linear, norm, pooling, reference
+from bytetx.ops import attention, embedding, linear, native, norm, pooling, reference
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SEQLENS = [5, 0, 1, 300, 0, 33]  # empty, single, one long among short, no multiple of a tile
@@ -292,7 +291,7 @@ def test_op_is_as_exact_as_torch(name: str, dtype: torch.dtype) -> None:
     assert_as_exact_as_torch(case.public(), case, dtype)
     if case.kernel is None or "16390" in name:  # wider than a kernel's rows: the reference ran
         return
-    for isa in available_isas():
+    for isa in native.available_isas():
         assert_as_exact_as_torch(case.kernel(isa), case, dtype)
 
 
