@@ -275,6 +275,7 @@ class EncodeEngine:
         with self._changed:
             self._drop(call)
             self._open.discard(call)
+            call.error = None  # raised by now; its frames hold the call
             if self._is_closing:
                 self._changed.notify_all()
 

@@ -274,7 +274,7 @@ def _generate(
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
-                raise output.error
+                raise type(output.error)(str(output.error))  # the frame holds output
             answers[rows[output.request_id]] = list(output.token_ids)
     engines.put(taken)
     return answers

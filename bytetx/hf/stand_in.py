@@ -36,16 +36,19 @@ class StandIn(ABC):
     """
 
     method = "forward"
+    run: Callable[..., Any]
+
+    def __init_subclass__(cls) -> None:
+        # torch.compile leaves the call to this code and compiles what is around it.
+        cls.run = torch.compiler.disable(
+            cls._run, reason="a wrapped model is not compiled; unwrap it for one full graph"
+        )
 
     def __init__(self, module: "PreTrainedModel"):
         self.module = module
         self.__signature__ = inspect.signature(self.original)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.names = [n for n, p in self.__signature__.parameters.items() if p.kind in kinds]
-        # torch.compile leaves the call to this code and compiles what is around it.
-        self.run = torch.compiler.disable(
-            self._run, reason="a wrapped model is not compiled; unwrap it for one full graph"
-        )
 
     @property
     def original(self) -> Callable[..., Any]:

@@ -107,7 +107,7 @@ class InputReader:
         if not errors:
             return Window(start, len(inputs), requests)
         if not self.keeps_errors:
-            raise errors[min(errors)]
+            raise errors.pop(min(errors))  # else its frames, of which one has `errors`, hold it
         requests = requests.take(np.flatnonzero(~np.isin(requests.indices, list(errors))))
         failures = [Failure(index, errors[index]) for index in sorted(errors)]
         return Window(start, len(inputs), requests, failures)
@@ -180,7 +180,7 @@ class InputReader:
                     chunk, types[len(rows)] = self._whole_pair(index, text, tokenizer)
                     chunks = [chunk]
             except TooLongError as error:
-                errors[index] = error
+                errors[index] = error.with_traceback(None)
                 continue
             rows += chunks
             indices += [index] * len(chunks)
@@ -306,7 +306,7 @@ class InputReader:
             try:
                 check_ids(row, index, vocab_size)
             except InputError as error:
-                errors.setdefault(index, error)
+                errors.setdefault(index, error.with_traceback(None))
 
     def _check_masks(self, requests: Requests, errors: Errors) -> None:
         assert self.tokenizer is not None  # the task looked for its mask token

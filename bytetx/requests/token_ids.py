@@ -79,7 +79,7 @@ def flatten_ids(items: Mapping[int, object], *, vocab_size: int, errors: Errors)
             try:
                 checked[index] = _checked_ids(item, index, vocab_size)
             except InputError as error:
-                errors[index] = error
+                errors[index] = error.with_traceback(None)
         items, rows = checked, list(checked.values())
         token_ids = np.concatenate([np.empty(0, dtype=np.int32), *checked.values()])
     return IdColumns(

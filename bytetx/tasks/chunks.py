@@ -82,10 +82,9 @@ class ChunkSink:
     def _put(self, index: int, results: list[Any]) -> None:
         whole = self._merge(results)
         if isinstance(whole, np.ndarray) and not np.isfinite(whole).all():  # in half floats
-            error = not_finite_error(index)
             if not self._keeps_errors:
-                raise error
-            self.fail(index, error)
+                raise not_finite_error(index)
+            self.fail(index, not_finite_error(index))
             return
         del self._num_chunks[index], self._chunks[index]
         self._sink.put_rows(np.array([index]), [whole])

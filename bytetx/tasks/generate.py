@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing, suppress
+from copy import copy
 from itertools import islice
 from operator import sub
 from time import perf_counter
@@ -220,7 +221,7 @@ class GenerationMixin:
         encoded, reader = [], self._prompt_reader(chat_template_kwargs)
         for token_ids in reader.read(list(check_iterable("prompts", prompts))):
             if isinstance(token_ids, InputError):
-                raise token_ids
+                raise copy(token_ids)  # this frame holds the other
             encoded.append(token_ids)
         return encoded
 
@@ -430,7 +431,7 @@ class GenerationRun:
 
     def _add_one(self, index: int, token_ids: list[int] | InputError) -> None:
         if isinstance(token_ids, InputError):
-            raise token_ids
+            raise copy(token_ids)  # frames hold the other
         params = self._params_of(index)
         try:
             request_id = self._engine.add_request(token_ids, params, streams=self.streams)
@@ -451,15 +452,18 @@ class GenerationRun:
             if not self._num_unfinished[request_id]:
                 del self._num_unfinished[request_id], self._prompt_indices[request_id]
         if output.error is not None:
-            error = type(output.error)(f"prompts[{index}]: {output.error}")
-            return self._failed(index, error, output)
+            reason = f"prompts[{index}]: {output.error}"
+            return self._failed(index, type(output.error)(reason), output)
         return RequestOutput(index, *output[1:])
 
     def _failed(
         self, index: int, error: InputError, output: RequestOutput | None = None
     ) -> RequestOutput:
         if not self._keeps_errors:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its frames, of which this is one, would hold it
         self._num_errors += 1
         if output is None:
             return RequestOutput(index, 0, "", (), finish_reason="error", error=error)

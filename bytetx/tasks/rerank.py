@@ -1,6 +1,7 @@
 """Reranking by a cross-encoder, or by a causal model that answers yes or no (Qwen3-Reranker)."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -156,7 +157,7 @@ def _logits_call(
             refused.setdefault(index, prompt)
     reader = context.reader(options)
     if refused and not reader.keeps_errors:
-        raise refused[min(refused)]
+        raise copy(refused[min(refused)])  # this frame holds the others
     given = {
         index: prompt
         for index, prompt in enumerate(prompts)

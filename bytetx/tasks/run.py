@@ -218,26 +218,22 @@ def _read_ahead(
     The first window is read at once, and no thread starts where there is no second one.
     """
     pool = None
-    queue: deque[Future[Window]] = deque()
     first = next(windows, None)
     if first is None:
         return
-    num_pulled, coming = len(first), Future[Window]()
-    coming.set_result(read(first, 0))
+    num_pulled, queue = len(first), deque([Future[Window]()])
+    queue[0].set_result(read(first, 0))
     try:
-        while True:
-            while len(queue) < _WINDOWS_AHEAD and (texts := next(windows, None)) is not None:
+        while queue:
+            while len(queue) <= _WINDOWS_AHEAD and (texts := next(windows, None)) is not None:
                 if pool is None:
                     process = OwnProcess()
                     pool = ThreadPoolExecutor(_WINDOWS_AHEAD, "bytetx-tokenizer")
                 queue.append(pool.submit(read, texts, num_pulled))
                 num_pulled += len(texts)
-            yield coming.result()
-            if not queue:
-                return
             while running and not queue[0].done():
                 yield None
-            coming = queue.popleft()
+            yield queue.popleft().result()
     finally:
         if pool is not None and process.is_this:
             pool.shutdown(cancel_futures=True)
