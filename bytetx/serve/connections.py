@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import select
 from collections import OrderedDict
 from typing import Any
 
@@ -37,6 +38,14 @@ def max_connections() -> int:
     folder = "/proc/self/fd"
     num_open = len(os.listdir(folder)) if os.path.isdir(folder) else _RESERVED_FILES
     return max(min(limit - num_open - _RESERVED_FILES, _MAX_CONNECTIONS), 8)
+
+
+def is_readable(socket: Any) -> bool:
+    """Whether a socket has something to read, or a connection to accept, that the event loop has
+    not come to."""
+    poll = select.poll()
+    poll.register(socket, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class Connections:
@@ -74,10 +83,15 @@ class Connections:
         """Connections with a part of a request."""
         return sum(map(Connection.is_arriving, self.every))
 
+    def has_unread(self) -> bool:
+        """Whether a connection that waits for a request was sent bytes that are not read yet."""
+        return any(map(Connection.has_unread, self.waiting))
+
     def close_idle(self, *, since: float) -> None:
         """Closes connections that wait for a request and have not had a byte since that time."""
         for connection in list(self.waiting):
-            if not connection.is_arriving() and connection.changed < since:
+            is_idle = not connection.is_arriving() and connection.changed < since
+            if is_idle and not connection.has_unread():
                 connection.close()
 
     def admit(self, connection: "Connection") -> bool:
@@ -128,6 +142,11 @@ class Connection(HttpToolsProtocol):
     def is_arriving(self) -> bool:
         """Whether a part of a request has come."""
         return self._has_part or self._is_in_body
+
+    def has_unread(self) -> bool:
+        """Whether bytes, or the end, of what the client sends wait in its socket."""
+        transport = self.transport
+        return not transport.is_closing() and is_readable(transport.get_extra_info("socket"))
 
     def drop(self) -> None:
         """Closes a connection that has no whole request."""

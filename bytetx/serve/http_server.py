@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bytetx.errors import OptionError
 from bytetx.serve.app import build_app
-from bytetx.serve.connections import KEEP_ALIVE_S, Connections, max_connections
+from bytetx.serve.connections import KEEP_ALIVE_S, Connections, is_readable, max_connections
 from bytetx.serve.interpreter import settle_interpreter
 from bytetx.serve.records import METRICS_TYPE, Recorder
 from bytetx.serve.settings import ServeSettings
@@ -34,6 +34,7 @@ _CHECK_TICKS = 10  # uvicorn's ticks take a tenth of a second
 # At the end: for requests that have come in part, for clients that use their connection again and
 # are told to close it, and for those that were accepted last.
 _ARRIVING_S, _FAREWELL_S, _IDLE_S, _LAST_S = 2.0, 1.0, 0.25, 0.5
+_ACCEPT_TURNS = 4  # of an event loop, until what it accepts is one of the connections
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # Linux' numbers
 
 
@@ -147,9 +148,17 @@ async def _say_farewell(
     """
     clock = asyncio.get_running_loop().time
 
-    async def wait(seconds: float) -> None:
+    async def wait(seconds: float, *, more_s: float = 0.0) -> None:
+        """more_s: beyond the time, while something was sent that is not read: this process may
+        have been stopped for all of the time."""
         end = clock() + seconds
-        while connections.every and clock() < end and not ends.is_set():
+        while not ends.is_set():
+            for _ in range(_ACCEPT_TURNS):
+                await asyncio.sleep(0)
+            is_read = not any(map(is_readable, sockets)) and not connections.has_unread()
+            is_over = clock() >= end or not connections.every
+            if is_over and (is_read or clock() >= end + more_s):
+                return
             connections.close_idle(since=clock() - _IDLE_S)
             await asyncio.sleep(_POLL_S)
 
@@ -160,8 +169,8 @@ async def _say_farewell(
         if site.settings.frontends == 1:  # else it is the supervisor's
             remove_path(one)
         refuse_new(one)
-    await asyncio.sleep(_POLL_S)  # the event loop accepts what waits
-    await wait(_LAST_S)
+    await asyncio.sleep(_POLL_S)  # handshakes that had begun end
+    await wait(_LAST_S, more_s=_ARRIVING_S)
 
 
 def remove_path(listener: socket.socket) -> None:
@@ -175,11 +184,13 @@ def refuse_new(listener: socket.socket) -> None:
     """Lets no new connection wait at a listener, so that closing it resets none.
 
     The kernel drops what asks for one; the client asks again, and is refused once the listener is
-    closed.
+    closed. What ends a handshake that has begun passes: its client may be connected already.
     """
-    # One instruction of the classic packet filter: return 0, keep no byte of the packet.
-    instruction = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
-    program = struct.pack("@HP", 1, ctypes.addressof(instruction))
+    # Of the classic packet filter, over a TCP header: load the flags; where SYN is among them go
+    # on, else skip one; keep no byte of the packet; keep all of it.
+    code = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *row) for row in code))
+    program = struct.pack("@HP", len(code), ctypes.addressof(instructions))
     with suppress(OSError):  # no Linux, or no TCP
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 

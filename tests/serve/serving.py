@@ -22,7 +22,7 @@ from bytetx.serve.settings import ServeSettings
 from bytetx.serve.site import Site
 
 KEY = "sesame"  # of the servers that want one
-_START_S = 60.0
+_START_S = 180.0  # on a busy machine the import of torch alone may take a minute
 _IDLE_S = 60.0  # for a server to forget requests whose clients left
 # Asks Linux for SIGTERM when the parent ends (PR_SET_PDEATHSIG is 1), and becomes the program.
 _END_WITH_PARENT = (

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,3 +254,73 @@ def test_a_listener_that_refuses_new_connections_keeps_those_that_wait() -> None
             pass
         accepted.close()
     listener.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="Linux holds it half open")
+def test_a_handshake_that_has_begun_ends_where_new_ones_are_refused() -> None:
+    """The client is connected by the server's half of it, and sends."""
+    listener = bind_tcp("127.0.0.1", 0)
+    listener.settimeout(WAIT_S)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(WAIT_S))
+    with socket.create_connection(listener.getsockname(), timeout=WAIT_S) as client:
+        http_server.refuse_new(listener)
+        client.sendall(GET)  # which ends the handshake
+        accepted, _ = listener.accept()
+        accepted.settimeout(WAIT_S)
+        assert accepted.recv(len(GET)) == GET
+        accepted.close()
+    listener.close()
+
+
+def test_a_request_that_is_not_read_yet_keeps_its_idle_connection() -> None:
+    """As where the process was stopped while it came."""
+
+    async def test(app: Application, ask: Ask, every: connections.Connections) -> None:
+        reader, writer = await ask(GET)
+        assert await status(reader) == 200
+        await reader.readexactly(2)
+        writer.write(GET)  # and no turn of the event loop
+        every.close_idle(since=asyncio.get_running_loop().time() + 1)
+        assert await status(reader) == 200
+        await reader.readexactly(2)
+        every.close_idle(since=asyncio.get_running_loop().time() + 1)
+        assert await reader.read() == b""
+
+    run(test)
+
+
+@pytest.mark.parametrize("sends", ["before the end", "while new ones are refused"])
+def test_no_request_that_came_in_time_is_lost_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, sends: str
+) -> None:
+    """Though all the time is over when the process goes on, as where it was stopped meanwhile."""
+    for name in ("_FAREWELL_S", "_LAST_S", "_POLL_S"):
+        monkeypatch.setattr(http_server, name, 0.0)
+
+    async def main() -> bytes:
+        server = _Server(Application(), max_connections=8)
+        listener = bind_tcp("127.0.0.1", 0)
+        serving = asyncio.create_task(server.serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0)
+        client = socket.create_connection(listener.getsockname(), timeout=WAIT_S)
+
+        def send(one: socket.socket) -> None:
+            client.sendall(GET)
+            refuse(one)
+
+        refuse = http_server.refuse_new
+        if sends == "before the end":
+            client.sendall(GET)
+        else:
+            monkeypatch.setattr(http_server, "refuse_new", send)
+        site: Any = SimpleNamespace(settings=SimpleNamespace(frontends=2), backend=server)
+        await http_server._say_farewell(site, server.connections, [listener], asyncio.Event())
+        server.should_exit = True
+        await server.shutdown([listener])  # uvicorn's tick may be due
+        with client:
+            received = await asyncio.to_thread(client.recv, 1000)
+        await serving
+        return received
+
+    assert asyncio.run(main()).startswith(b"HTTP/1.1 200 ")
