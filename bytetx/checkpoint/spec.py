@@ -90,11 +90,11 @@ def build_spec(config: Mapping[str, Any], families: Families | None = None) -> M
     return HOOKS[table["hook"]](values, spec) if "hook" in table else spec
 
 
-def build_module_spec(config: Mapping[str, Any]) -> ModelSpec:
+def build_module_spec(config: Mapping[str, Any], families: Families) -> ModelSpec:
     """The ModelSpec of a model in memory: by the modules of transformers' class, not by the tensors
     of its files. Errors as of build_spec."""
-    markers = read_families().markers(config.get("model_type"))
-    spec = build_spec({key: value for key, value in config.items() if key not in markers})
+    markers = families.markers(config.get("model_type"))
+    spec = build_spec({key: value for key, value in config.items() if key not in markers}, families)
     modules = spec.family_table.get("modules")
     if modules is None:
         return spec

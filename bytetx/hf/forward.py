@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from bytetx.checkpoint.families import Families
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import InputError
 from bytetx.hf import arguments
@@ -197,15 +198,15 @@ class ExpansionForward(StandIn):
 class PackedForward(StandIn):
     """A base model's forward on packed rows; the original where bytetx cannot give its answer.
 
-    pads: "zeros" or "stock", what a caller finds at pads.
+    families: that plans are made by.  pads: "zeros" or "stock", what a caller finds at pads.
     """
 
     outputs = OUTPUTS
     has_graphs = True
 
-    def __init__(self, module: "PreTrainedModel", *, pads: str = "zeros"):
+    def __init__(self, module: "PreTrainedModel", *, families: Families, pads: str = "zeros"):
         super().__init__(module)
-        self.pads = pads
+        self.families, self.pads = families, pads
         self.notices = Notices()
         self.bad_ids = BadIds()
         self.plan: PassPlan | None = None
@@ -213,7 +214,7 @@ class PackedForward(StandIn):
         self.graphs: tuple[Transformer, GraphPasses | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "pads": self.pads}
+        return {"module": self.module, "families": self.families, "pads": self.pads}
 
     def apply_to_module(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -405,7 +406,7 @@ class PackedForward(StandIn):
         plan = self.plan  # read once: another thread may be moving the model
         if plan is None or not plan.snapshot.is_current():
             self.forget()
-            self.plan = plan = build_plan(self.module)
+            self.plan = plan = build_plan(self.module, self.families)
         return plan
 
     def forget(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bytetx.checkpoint.config import Values
+from bytetx.checkpoint.families import Families
 from bytetx.checkpoint.layer_spec import LINEARS
 from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec, build_module_spec
@@ -55,7 +56,8 @@ class Snapshot:
     Plain lists compared by C loops: about 60 us for the 12 layers of BERT-base.
     """
 
-    def __init__(self, base: "PreTrainedModel"):
+    def __init__(self, base: "PreTrainedModel", spec: ModelSpec | None):
+        """spec: None of a model that is refused."""
         from bytetx.hf.stock import ReadValues
 
         links = list(_inner_modules(base))
@@ -82,7 +84,10 @@ class Snapshot:
         self.parameters = [owner[name] for owner, name in owners]
         self.tensors = [p for p in self.parameters if p is not None]
         self.addresses: list[int] = []
-        self.copied = _copied_parameters(base)
+        names = [] if spec is None else copied_tensor_names(spec)
+        found = dict(base.named_parameters(remove_duplicate=False))
+        # Their changes are counted: a plan copies from them, or computes tables of them.
+        self.copied = [found[name] for name in names if name in found]
         for parameter in self.copied:
             if version_of(parameter) < 0:
                 # Moved in inference mode, it would not count its changes.
@@ -124,7 +129,7 @@ class Snapshot:
         return any(tensor.requires_grad for tensor in self.tensors)
 
 
-def build_plan(base: "PreTrainedModel") -> PassPlan:
+def build_plan(base: "PreTrainedModel", families: Families) -> PassPlan:
     """Inspects the base model and, where it is supported, shares its parameters.
 
     The query, key and value parameters of each layer become views of one storage, and so do gate
@@ -132,12 +137,17 @@ def build_plan(base: "PreTrainedModel") -> PassPlan:
     weight is laid out by columns.  Names, shapes and values stay.
     """
     with computing(), _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
-        snapshot = Snapshot(base)
-        transformer = None
+        spec = transformer = reason = None
         try:
-            reason = _reason_against(base, snapshot.tensors)
-            if reason is None:
-                transformer = _share(base)
+            spec = _spec_of(base, families)
+        except CheckpointError as error:
+            reason = str(error)
+        snapshot = Snapshot(base, spec)
+        try:
+            if spec is not None:
+                reason = _reason_against(base, spec, snapshot.tensors)
+            if spec is not None and reason is None:
+                transformer = _share(base, spec)
         except CheckpointError as error:
             reason = str(error)
         snapshot.seal()
@@ -157,9 +167,8 @@ def separate_parameters(base: nn.Module) -> None:
                 parameter.data = parameter.data.contiguous()
 
 
-def _share(base: "PreTrainedModel") -> Transformer:
+def _share(base: "PreTrainedModel", spec: ModelSpec) -> Transformer:
     parameters = dict(base.named_parameters(remove_duplicate=False))
-    spec = _spec_of(base)
     stems = [spec.layer_names(i) for i in range(spec.num_layers)]
     if _is_column_major(spec):
         for layer in stems:
@@ -259,9 +268,9 @@ def _plain(parameter: torch.Tensor) -> torch.Tensor:
     return plain.set_(parameter.untyped_storage(), parameter.storage_offset(), shape, strides)
 
 
-def _spec_of(base: "PreTrainedModel") -> ModelSpec:
+def _spec_of(base: "PreTrainedModel", families: Families) -> ModelSpec:
     """The spec of the config, with as many layers as the model has (layers may be dropped)."""
-    spec = build_module_spec(base.config.to_dict())
+    spec = build_module_spec(base.config.to_dict(), families)
     if spec.num_layer_groups:  # layers that share their weights cannot be dropped
         return spec
     num_layers = len(base.get_submodule(spec.layer["attn_out"].split(".{i}.")[0])._modules)
@@ -281,12 +290,13 @@ def _is_column_major(spec: ModelSpec) -> bool:
     return spec.layer_spec.weight_layout == "conv1d"
 
 
-def _reason_against(base: "PreTrainedModel", tensors: Sequence[torch.Tensor]) -> str | None:
+def _reason_against(
+    base: "PreTrainedModel", spec: ModelSpec, tensors: Sequence[torch.Tensor]
+) -> str | None:
     from bytetx.hf.stock import difference_from_stock
 
     is_causal = getattr(base.config, "is_causal", None)
     attention = getattr(base.config, "_attn_implementation", None)
-    spec = _spec_of(base)
     reads_key = type(base).__name__ in _READ_BIDIRECTIONAL
     if spec.is_bidirectional and is_causal is None and not reads_key:
         return "transformers' own class reads is_causal alone, and keeps its causal mask here"
@@ -301,7 +311,7 @@ def _reason_against(base: "PreTrainedModel", tensors: Sequence[torch.Tensor]) ->
     kinds = {(str(t.dtype), str(t.device)) for t in tensors}
     if len(kinds) != 1:
         return f"parameters differ in dtype or device: {sorted(kinds)}; convert the whole model"
-    changed = _changed_module(base)
+    changed = _changed_module(base, spec)
     return changed or difference_from_stock(base, is_causal=_may_cache(spec))
 
 
@@ -309,8 +319,8 @@ def _is_dense(t: torch.Tensor, spec: ModelSpec) -> bool:
     return t.is_contiguous() or (_is_column_major(spec) and t.dim() == 2 and t.t().is_contiguous())
 
 
-def _changed_module(base: "PreTrainedModel") -> str | None:
-    spec, own_file = _spec_of(base), type(base).__module__
+def _changed_module(base: "PreTrainedModel", spec: ModelSpec) -> str | None:
+    own_file = type(base).__module__
     activation = _activation_of(base.config, spec)
     for name, module in base.named_modules():
         if module is base or name.split(".")[0] in POOLER:
@@ -362,13 +372,3 @@ def _below(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         if module is not None:
             yield parent, name, module
             yield from _below(module)
-
-
-def _copied_parameters(base: "PreTrainedModel") -> list[nn.Parameter]:
-    """The parameters that a plan copies from, or computes tables of: their changes are counted."""
-    try:
-        spec = _spec_of(base)
-        found = dict(base.named_parameters(remove_duplicate=False))
-        return [found[name] for name in copied_tensor_names(spec) if name in found]
-    except (AttributeError, CheckpointError):  # a model that will be refused
-        return []

@@ -1,10 +1,12 @@
 """wrap and unwrap: finding the base models in an object and replacing their forwards."""
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from torch import nn
 
+from bytetx.checkpoint.families import read_families
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError, CheckpointError, InputError, shown
 from bytetx.hf.causal import (
@@ -36,7 +38,7 @@ PADS = ("zeros", "stock")
 _CODE_OF_FILES = "transformers_modules."
 
 
-def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
+def wrap(model: ModelT, *, pads: str = "zeros", families: str | Path | None = None) -> ModelT:
     """Replaces the model's forward by one on packed tokens and returns the same object.
 
     model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, XLM-RoBERTa-XL, CamemBERT,
@@ -47,6 +49,8 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     heads; a SentenceTransformer, CrossEncoder, SparseEncoder or MultiVectorEncoder; or any module
     that holds one of these.
     pads: the values at pads, see below.  Wrapping again changes `pads` only.
+    families: a folder of TOML files as bytetx.load takes it, for configs whose model_type bytetx
+    does not know, or knows otherwise; the classes are those above.
 
     Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at every
     token.  At a pad every output is zeros, whichever forward runs: hidden states, logits of any
@@ -84,12 +88,14 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     until then does writing to its entries write to the model.  Where bytetx cannot give the model's
     output (training, gradients, attention weights, changed modules), the original forward runs, and
     a FallbackWarning names each reason once.
-    Raises TypeError for anything else, InputError for other `pads`, and BytetxError where
-    transformers is too old, accelerate has spread the model over devices, or transformers' class
-    lacks what the config says (NomicBERT v2's experts).
+    Raises TypeError for anything else, InputError for other `pads`, OptionError where `families` is
+    no folder of TOML files, and BytetxError where transformers is too old, accelerate has spread
+    the model over devices, or transformers' class lacks what the config says (NomicBERT v2's
+    experts).
     """
     if pads not in PADS:
         raise InputError(f"pads must be one of {', '.join(map(repr, PADS))}, got {shown(pads)}")
+    known = read_families(families)
     bases = _base_models(model)
     _check_transformers()
     for base in bases:
@@ -99,7 +105,7 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
         forward = base.__dict__.get("forward")
         if not isinstance(forward, PackedForward):
             kind = CausalForward if type(base).__name__ in CAUSAL_OUTPUTS else PackedForward
-            forward = kind(base)
+            forward = kind(base, families=known)
             forward.current_plan()
             base.forward = forward
             base._apply = forward.apply_to_module  # type: ignore[method-assign]  # unwrap undoes it

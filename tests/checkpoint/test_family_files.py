@@ -3,6 +3,7 @@
 import logging
 import pickle
 import tomllib
+import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -17,15 +18,16 @@ from checkpoints import edit_json, save_causal, save_checkpoint
 from cli_runs import Bytetx, bytetx  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 from typer.testing import CliRunner
 
-from bytetx import SamplingParams, load, plan
+from bytetx import SamplingParams, load, plan, unwrap, wrap
 from bytetx.checkpoint import families, family
 from bytetx.checkpoint.families import Families, Family, read_families
 from bytetx.checkpoint.spec import build_spec
 from bytetx.cli.commands import app
 from bytetx.errors import CheckpointError, OptionError
+from bytetx.hf import FallbackWarning
 from bytetx.parallel.planner.simulate import MIXED, simulate_year
 from bytetx.serve.loading import load_models
 from bytetx.serve.settings import ServeSettings, model_sources
@@ -238,10 +240,39 @@ def test_the_command_line(bytetx: Bytetx, own: Path, bert: Path, renamed: Path) 
     assert missing.code == 2 and "is no folder" in " ".join(missing.err.split())
 
 
+class OwnConfig(BertConfig):
+    model_type = "own"
+
+
+def test_a_wrapped_model_of_an_own_family(own: Path) -> None:
+    """In place of no family, and of bytetx's own; copies keep it."""
+    (own / "own.toml").write_text(OWN)
+    (own / "other.toml").write_text(BERT.replace('activation = "hidden_act"', 'activation = "x"'))
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 99}
+    model = BertModel(OwnConfig(**sizes, num_attention_heads=4)).eval()
+    ids = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        want = model(ids).last_hidden_state
+        with pytest.warns(FallbackWarning, match="model_type 'own'"):
+            wrap(model)(ids)
+        unwrap(model)
+        wrap(model, families=own)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FallbackWarning)
+            for one in (model, deepcopy(model), pickle.loads(pickle.dumps(model))):
+                have = one(ids).last_hidden_state
+                torch.testing.assert_close(have, want, rtol=0, atol=1e-5)
+        stock = BertModel(BertConfig(**sizes, num_attention_heads=4)).eval()
+        with pytest.warns(FallbackWarning, match="other.toml"):
+            wrap(stock, families=own)(ids)
+
+
 def test_what_is_no_folder_of_families(own: Path, bert: Path) -> None:
     for wrong in (own, own / "none", bert / "config.json", "", 3, b"families", ["a"]):
         with pytest.raises(OptionError, match="families must be a folder of TOML files"):
             load(bert, device="cpu", families=wrong)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match="families must be a folder of TOML files"):
+            wrap(torch.nn.Linear(1, 1), families=wrong)  # type: ignore[arg-type]
 
 
 def places(table: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
