@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
+from bytetx.checkpoint.families import Families
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
@@ -74,9 +75,9 @@ class CausalForward(PackedForward):
     outputs = CAUSAL_OUTPUTS
     has_graphs = False  # a call gives its keys and values, which a graph would have to own
 
-    def __init__(self, module: "PreTrainedModel", *, pads: str = "zeros"):
+    def __init__(self, module: "PreTrainedModel", *, families: Families, pads: str = "zeros"):
         self.engines = EngineCache()
-        super().__init__(module, pads=pads)
+        super().__init__(module, families=families, pads=pads)
 
     def forget(self) -> None:
         super().forget()
