@@ -137,7 +137,9 @@ def build_plan(base: "PreTrainedModel", families: Families) -> PassPlan:
     weight is laid out by columns.  Names, shapes and values stay.
     """
     with computing(), _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
-        spec = transformer = reason = None
+        spec: ModelSpec | None = None
+        transformer: Transformer | None = None
+        reason: str | None = None
         try:
             spec = _spec_of(base, families)
         except CheckpointError as error:
