@@ -1,7 +1,7 @@
 """Plan: a Transformer over a base model's parameters, and a check that the model is unchanged."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, repeat
 from operator import is_
@@ -84,7 +84,7 @@ class Snapshot:
         self.parameters = [owner[name] for owner, name in owners]
         self.tensors = [p for p in self.parameters if p is not None]
         self.addresses: list[int] = []
-        names = [] if spec is None else copied_tensor_names(spec)
+        names: Iterable[str] = () if spec is None else copied_tensor_names(spec)
         found = dict(base.named_parameters(remove_duplicate=False))
         # Their changes are counted: a plan copies from them, or computes tables of them.
         self.copied = [found[name] for name in names if name in found]
