@@ -333,8 +333,10 @@ def contract_fields() -> Path:
 
 
 def source_hash() -> str:
-    """What the package computes at import and compares with; isolated builds leave the checkout
-    out of sys.path."""
+    """Return the hash that the package computes at import and compares with.
+
+    Isolated builds leave the checkout out of sys.path.
+    """
     sys.path.insert(0, str(ROOT))
     try:
         from bytetx.ops.native_modules import source_hash
@@ -369,7 +371,7 @@ def dependencies(depfile: Path) -> list[str]:
 
 
 def cached_log(step: Step) -> str | None:
-    """What the compiler said when it made this object, or None when it must be made (again)."""
+    """Return what the compiler said when it made this object; None when it must be made (again)."""
     if not step.path("o").exists() or not step.path("json").exists():
         return None
     record = json.loads(step.path("json").read_text())

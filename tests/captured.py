@@ -1,4 +1,4 @@
-"""What runs give when they are replayed from a CUDA graph."""
+"""Results of runs that are replayed from a CUDA graph."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -19,7 +19,7 @@ def captured(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
 
 
 def assert_replays_give_the_same_bits(run: Callable[[], Tensor]) -> None:
-    """Of a run that gives a new tensor: over and over, with results poisoned before."""
+    """Replay a run that gives a new tensor: over and over, with results poisoned before."""
     eager = run()
     graph, output = captured(run)
     for _ in range(3):

@@ -19,7 +19,7 @@ TEXTS = ["one short text", "", "another text that is rather longer than the firs
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What one command printed and how it exited."""
+    """Output and exit status of one command."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""What every test shares: GPU markers, a reproducible hypothesis profile, no network."""
+"""Shared by every test: GPU markers, a reproducible hypothesis profile, no network."""
 
 import os
 import random
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: a worker a core, 8 at most; none beside GPUs, which all of them would share."""
+    """Return the workers of `-n auto`: one per core, 8 at most; none beside GPUs, shared by all."""
     if Path("/dev/nvidiactl").exists():
         return 0
     is_known = hasattr(os, "sched_getaffinity")
@@ -129,7 +129,7 @@ def seeded() -> None:
 
 @pytest.fixture(scope="module", params=["native", "triton"])
 def cuda_backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What serves the GPU. Fixtures that load models depend on it: a model is of one backend."""
+    """The backend that serves the GPU; fixtures that load models depend on it."""
     import torch
 
     from bytetx.ops import native

@@ -1,4 +1,4 @@
-"""What a rotary position embedding is, in float64."""
+"""Rotary position embedding in float64, by its definition."""
 
 import torch
 from torch import Tensor

@@ -26,7 +26,7 @@ class FakeEvent(FakeStream):
 
 
 class FakeGraph:
-    """What a captured graph does: the same work again, into the same outputs."""
+    """Replay as a captured graph does: the same work again, into the same outputs."""
 
     def __init__(self, compute: Callable[[], tuple[torch.Tensor, ...]]):
         self.compute, self.outputs, self.num_replays = compute, [], 0

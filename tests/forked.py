@@ -29,7 +29,7 @@ GREEDY = bytetx.SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 def outcome(work: Callable[[], object]) -> str:
-    """What becomes of a function that a forked child calls."""
+    """Return what becomes of a function that a forked child calls."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -166,7 +166,7 @@ def _places(content: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def try_one(target: Target, path: Path, damaged: bytes) -> Exception | None:
-    """What else than the two errors comes out; the file is as before afterwards."""
+    """Return the errors that are neither of the two; the file is as before afterwards."""
     raw = path.read_bytes()
     path.write_bytes(damaged)
     faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)

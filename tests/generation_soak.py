@@ -39,7 +39,7 @@ def random_requests(count: int) -> list[tuple[list[int], SamplingParams]]:
 
 @dataclass
 class Soaked:
-    """What became of requests, by their places: why each ended, its tokens, who was given up."""
+    """Outcomes of requests, by their indices: why each ended, its tokens, who was given up."""
 
     reasons: dict[int, str] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))

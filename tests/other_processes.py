@@ -1,4 +1,4 @@
-"""What tests do to other processes and see of them."""
+"""Help for tests that stop and watch other processes."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def child_processes(pid: int) -> list[int]:
 
 
 def resident_mib(pid: int | str = "self") -> float:
-    """Of a process; Linux alone says it."""
+    """Return the resident memory of a process, MiB; on Linux alone."""
     found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) / 1024

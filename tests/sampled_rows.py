@@ -1,4 +1,4 @@
-"""What the tests of sampling share: a row's parameters, its exact distribution, its number."""
+"""Shared by the tests of sampling: a row's parameters, its exact distribution, its number."""
 
 from dataclasses import dataclass
 

@@ -170,7 +170,7 @@ def run_comm() -> None:
 
 
 def copy_and_sum(group: "Group", rows: Tensor) -> None:
-    """What the transport by copy engines does beside cuBLAS, in a group of one rank."""
+    """Run the transport by copy engines beside cuBLAS, in a group of one rank."""
     from bytetx.ops.comm_epilogue import SumEpilogue
     from bytetx.ops.comm_kernels import sum_copies
     from bytetx.ops.row_norm import LayerNorm

@@ -1,4 +1,4 @@
-"""What operators copy: metrics, options and files that deploy/, Dockerfile and docs/ name exist."""
+"""Metrics, options and files that deploy/, Dockerfile and docs/ name exist."""
 
 import json
 import re

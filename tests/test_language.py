@@ -34,9 +34,13 @@ def sources() -> Iterator[Path]:
 
 
 def test_no_docstring_begins_with_of_or_what() -> None:
+    root = PACKAGE.parent
+    others = (
+        path for folder in ("benchmarks", "docs", "tests") for path in (root / folder).rglob("*.py")
+    )
     found = [
-        f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}: {text[:60]}"
-        for path in sources()
+        f"{path.relative_to(root)}:{getattr(node, 'lineno', 1)}: {text[:60]}"
+        for path in (*sources(), *sorted(others), root / "setup.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, _DOCUMENTED)
         and (text := ast.get_docstring(node) or "")

@@ -22,7 +22,7 @@ def test_memory_stays_where_sizes_of_calls_never_repeat() -> None:
 
 @linux
 def test_printed_sizes_are_what_generation_takes(tmp_path: Path) -> None:
-    """Of a model whose steps have had each row count, and whose cache was full once."""
+    """The model's steps have had each row count, and its cache was full once."""
     code = """
 import gc, json, pathlib, sys
 import bytetx, soak

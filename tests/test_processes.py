@@ -49,7 +49,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["", "true"], ids=["plain", "TOKENIZERS_PARALLELISM"])
 def children(request: pytest.FixtureRequest, encoder: Path, decoder: Path) -> dict[str, str]:
-    """What became of each child that forked.py forked."""
+    """Return what became of each child that forked.py forked."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
     environment.pop("TOKENIZERS_PARALLELISM", None)
     if request.param:

@@ -31,7 +31,7 @@ Shown = Callable[[], str]
 
 @pytest.fixture
 def shown(capfd: pytest.CaptureFixture) -> Shown:
-    """What the terminal got since the last call; fails where stdout got anything."""
+    """Return what the terminal got since the last call; fails where stdout got anything."""
 
     def read() -> str:
         out, err = capfd.readouterr()

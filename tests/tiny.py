@@ -115,7 +115,7 @@ def save(model: nn.Module, folder: Path, **options: object) -> Path:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint becomes: its spec, tensors, encoder, and the loader that heads take."""
+    """A loaded checkpoint: its spec, tensors, encoder, and the loader that heads take."""
 
     spec: ModelSpec
     weights: Weights

@@ -34,7 +34,7 @@ _CHECK_TICKS = 10  # uvicorn's ticks take a tenth of a second
 # At the end: for requests that have come in part, for clients that use their connection again and
 # are told to close it, and for those that were accepted last.
 _ARRIVING_S, _FAREWELL_S, _IDLE_S, _LAST_S = 2.0, 1.0, 0.25, 0.5
-_ACCEPT_TURNS = 4  # of an event loop, until what it accepts is one of the connections
+_ACCEPT_TURNS = 4  # turns of the event loop from an accept to its entry in the connections
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # Linux' numbers
 
 

@@ -326,7 +326,7 @@ def check(found: Measurement, *, rivals: set[str]) -> None:
 
 
 def failure(arguments: list[str], *, code: int = 1) -> str:
-    """What a bench command that must fail says, in one line."""
+    """Return the one line that a bench command says which must fail."""
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == code
     assert "Traceback" not in result.output

@@ -201,7 +201,7 @@ def test_generators_in_processes_of_their_own_are_one_result() -> None:
 
 
 class FakeModel:
-    """Of two dimensions, as the peer's answers."""
+    """Vectors of two dimensions, as the peer's answers."""
 
     def embed(self, texts: list[str], *, truncate: bool = False) -> "FakeModel":
         self.vectors = np.tile(np.array([[1.0, 0.0]], np.float32), (len(texts), 1))

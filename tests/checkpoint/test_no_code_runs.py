@@ -73,7 +73,7 @@ def name_in_a_tokenizers_part_of_config(folder: Path) -> None:
 
 
 def name_in_another_config(folder: Path) -> None:
-    """What transformers reads in the place of config.json: a model of which it knows nothing."""
+    """A config that transformers reads instead of config.json: of a model that it does not know."""
     own = {"auto_map": AUTO_MAP, "model_type": "own"}
     other = json.loads((folder / "config.json").read_text()) | own
     (folder / "config.4.0.0.json").write_text(json.dumps(other))

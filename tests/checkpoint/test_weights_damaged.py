@@ -95,7 +95,7 @@ def damaged_files() -> dict[str, Callable[[bytes], bytes]]:
 
 
 def damaged_layouts() -> dict[str, Callable[[bytes], bytes]]:
-    """Of tensors that a reader would find, though they share bytes or names."""
+    """Layouts of tensors that a reader would find, though they share bytes or names."""
     one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     return {
         "offsets of bools": lambda raw: with_header(
@@ -224,7 +224,7 @@ def test_weights_larger_than_the_memory(bert: Path, monkeypatch: pytest.MonkeyPa
 def test_memory_that_ends_while_weights_are_read(
     bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What mmap, numpy and torch raise where there is no memory left."""
+    """Raise as mmap, numpy and torch do where no memory is left."""
     errors = [
         OSError(12, "Cannot allocate memory"),
         MemoryError("no memory"),

@@ -393,7 +393,7 @@ def test_repr_of_a_model_says_what_it_is(encoder: Path, tmp_path: Path) -> None:
 
 
 def test_batch_invariant_vectors(bytetx: Bytetx, encoder: Path) -> None:
-    """Of each line alone the bits that it has among the others; ranks are refused in one line."""
+    """Each line alone has the bits that it has among the others; ranks are refused in one line."""
     Path("all.txt").write_text("\n".join(TEXTS) + "\n")
     assert bytetx("embed", "all.txt", "-m", encoder, "-o", "a.npy", "--batch-invariant").code == 0
     Path("one.txt").write_text(TEXTS[2] + "\n")

@@ -89,7 +89,7 @@ def test_outputs_of_tokens_end_with_the_last_text(plain: Model) -> None:
 
 
 def test_callers_of_one_task_share_graphs_and_those_of_several_run_without(folder: Path) -> None:
-    """What differs in `finish` alone is one task to the device."""
+    """Tasks that differ in `finish` alone are one task to the device."""
     plain = bytetx.load(folder, device="cpu", token_budget=200)
     model, queue = queued(plain)
     batch = [[7] * 20, [9] * 5, [8] * 9]

@@ -101,7 +101,7 @@ def test_a_failure_holds_nothing_of_its_step(
 
 
 def failed_linear() -> RuntimeError:
-    """What a kernel raises, with the frames of a real call."""
+    """An error of a kernel, with the frames of a real call."""
     weight = prepare_linear(torch.zeros(4, 8), prepack=False)
 
     def broken(*args: object, **options: object) -> None:

@@ -177,7 +177,7 @@ def test_the_command_line(launcher: str, tmp_path: Path) -> None:
 
 
 def run_python(arguments: list[str], *, attempts: int = 1) -> bytes:
-    """What it prints; where it fails, its errors are the test's."""
+    """Return what it prints; where it fails, its errors are the test's."""
     command = [sys.executable, *arguments]
     for _ in range(attempts):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300)
@@ -231,6 +231,6 @@ def test_a_rank_reads_its_share_alone(
 
 
 def blocks_of(spec: ModelSpec, rank: int, size: int) -> ShardedBlocks:
-    """Of a rank without a group: enough to load."""
+    """A rank's blocks without a group: enough to load."""
     group = TpGroup(rank, size, torch.device("cpu"), None, None, row_scheme("cpu", size))
     return ShardedBlocks(spec, group, shard_model(spec, rank=rank, size=size))

@@ -148,7 +148,7 @@ def assert_as_good_as_one_gpu(folder: Path, dtype: torch.dtype, ranks: Ranks) ->
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("kind", ["bert", *MANY_RANKS_DECODERS])
 def test_more_ranks_than_gpus(kind: str, many_ranks: Ranks, tmp_path: Path) -> None:
-    """What four and eight ranks compute, on whatever GPUs there are."""
+    """Four and eight ranks compute the same, on whatever GPUs there are."""
     if kind == "bert":
         folder = save_checkpoint(tmp_path, "bert", head="ForMaskedLM", **MANY_RANKS_BERT)
     else:

@@ -123,7 +123,7 @@ def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_graphs_and_eager_give_the_same_tokens(half: tuple[Path, str]) -> None:
-    """Of steps of the same rows: the second time both know the prompts' pages, and GEMMs of fewer
+    """Steps have the same rows: the second time both know the prompts' pages, and GEMMs of fewer
     rows may sum in other parts.
     """
     folder, dtype = half
@@ -141,7 +141,7 @@ def test_graphs_and_eager_give_the_same_tokens(half: tuple[Path, str]) -> None:
 
 
 def test_steps_in_flight_change_no_bit(half: tuple[Path, str], monkeypatch) -> None:
-    """Of the same steps: no answer ends by what it says, and no engine knows a prefix."""
+    """Steps are the same: no answer ends by what it says, and no engine knows a prefix."""
     folder, dtype = half
     model = bytetx.load(folder, device="cuda", dtype=dtype)
     prompts = random_prompts(30, longest=100, seed=2)

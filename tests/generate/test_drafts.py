@@ -256,7 +256,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 def draft_lengths(
     prompts: list[list[int]], *, max_tokens: int = 20, **sizes: int
 ) -> tuple[list[int], Scheduler]:
-    """Of the first step in which all of these sequences decode."""
+    """Return the first step in which all of these sequences decode."""
     options = {"num_pages": 64, "page_size": 4, "token_budget": 64, "max_num_seqs": 8} | sizes
     scheduler = Scheduler(**options, max_positions=1000, num_speculative_tokens=6)
     for prompt in prompts:

@@ -30,7 +30,7 @@ TEXTS = [text for text in SENTENCES if text]
 
 
 def greedy(model: nn.Module, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
-    """What transformers goes on with after one prompt, alone and with its own cache."""
+    """Return the tokens that transformers gives after one prompt, alone and with its own cache."""
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
     ids = model.generate(torch.tensor([prompt]), pad_token_id=0, **options)

@@ -82,7 +82,7 @@ def run_of(
 
 
 def check_plan(plan: SchedulerOutput, scheduler: Scheduler) -> None:
-    """What holds of every plan, whatever the load."""
+    """Check what holds for every plan, whatever the load."""
     rows = plan.rows
     assert rows or not scheduler.has_work
     assert plan.total_tokens == sum(row.num_tokens for row in rows) <= scheduler.token_budget

@@ -160,7 +160,7 @@ def test_processors_see_biased_and_penalized_logits(device: str) -> None:
 
 @pytest.mark.parametrize("limits", [{"top_p": 0.7}, {"min_p": 0.2}, {"top_p": 0.8, "min_p": 0.25}])
 def test_transformers_has_this_order_but_for_min_p_behind_top_p(limits: dict[str, float]) -> None:
-    """What the docstring of SamplingParams says of transformers, from the scores of generate."""
+    """The claims of SamplingParams' docstring about transformers, from the scores of generate."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB_SIZE, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}

@@ -21,7 +21,7 @@ SPECIAL = ["<|end|>", "<|call me|>"]
 
 @pytest.fixture(scope="module", params=["bytes", "sentencepiece", "wordpiece", "unigram"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Of each kind of detokenizer, with two special tokens of its own."""
+    """One detokenizer of each kind, with two special tokens of its own."""
     kinds = {"bytes": "bpe", "wordpiece": "wordpiece", "unigram": "unigram"}
     if request.param == "sentencepiece":
         tokenizer = make_gemma_tokenizer(max_tokens=96)

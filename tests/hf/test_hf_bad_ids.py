@@ -106,7 +106,7 @@ def test_positions_below_zero_of_a_rotary_model_run_the_original():
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_the_torch_path_notes_bad_ids(norm):
-    """What a GPU without kernels runs; here it notes them on a CPU."""
+    """The operations of a GPU without kernels; here it notes them on a CPU."""
     table = torch.randn(5, 8)
     ids = {name: torch.tensor([0, 4, 3], dtype=torch.int32) for name in ("word", "place", "type")}
     options = {"position": table, "token_type": table}

@@ -71,7 +71,7 @@ def measured(monkeypatch):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """What graph passes were given: (shape, whether the mask was read before)."""
+    """Arguments of graph passes: (shape, whether the mask was read before)."""
     found, run = [], GraphPasses.run
 
     def note(passes, padded, wants, *, facts, bad_ids):

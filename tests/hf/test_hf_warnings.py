@@ -20,7 +20,7 @@ DECODER_NAMES += [*("qwen3", "gemma3", "falcon", "bloom", "mixtral", "gpt_bigcod
 
 @pytest.fixture
 def records(monkeypatch):
-    """What transformers logs from now on, of a kind that it says once too."""
+    """Messages that transformers logs from now on, of a kind that it says once too."""
     logger, found = their_logging.get_logger("transformers"), []
     handler = logging.Handler()
     handler.emit = found.append

@@ -172,7 +172,7 @@ def test_words_are_scaled_as_transformers_rounds(dtype: torch.dtype, tmp_path: P
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_without_the_causal_mask(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of float64's, transformers' error in this dtype and ours, whose norms round weight + 1."""
+    """As near float64 as transformers in this dtype; our norms round weight + 1."""
     model = tiny_decoder("gemma3", "Model", use_bidirectional_attention=True)
     loaded = load(save(model.to(dtype), tmp_path), dtype)
     ids = random_ids([33, 64, 5])

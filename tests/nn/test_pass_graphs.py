@@ -196,7 +196,7 @@ def test_a_refused_capture_leaves_the_ledger(
 
 
 def recorded_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Of all batches that are read, the last one last."""
+    """Every batch that is read, the last one last."""
     blocks: list[torch.Tensor] = []
     read = BatchLayout.read
 
@@ -211,7 +211,7 @@ def recorded_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def ledgers(
     transformer: Transformer, group: TpGroup, batch: PackedBatch
 ) -> list[Counter[tuple[str, str, int]]]:
-    """Of five passes of one rank's layers."""
+    """Return the results of five passes of one rank's layers."""
     assert group.axes is not None
     found = []
     for _ in range(5):

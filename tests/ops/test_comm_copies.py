@@ -25,7 +25,7 @@ OFFSETS = {
 
 @dataclass
 class Host:
-    """What the threads that are ranks share. arrived: (to, from) of each copy."""
+    """State that the threads that are ranks share. arrived: (to, from) of each copy."""
 
     regions: list[Tensor]
     barrier: Barrier

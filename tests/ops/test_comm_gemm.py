@@ -217,7 +217,7 @@ def test_sums_of_rows_that_all_ranks_have_fit_the_staging_buffer() -> None:
     ids=str,
 )
 def test_rows_that_no_kernel_sums_go_through_a_collective(plan: CommPlan) -> None:
-    """Of 16416 features, where a kernel takes 16384."""
+    """Rows have 16416 features, where a kernel takes 16384."""
 
     class Alone:
         def reduce_scatter(self, partial: Tensor, row_offsets: tuple[int, ...]) -> Tensor:

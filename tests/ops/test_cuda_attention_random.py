@@ -66,7 +66,7 @@ def expected(case: Draw, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, seen: Te
 
 
 def largest_error(case: Draw, pool: Tensor) -> Tensor:
-    """Of one case, in units of the dtype's rounding; NaN where ours is NaN."""
+    """The error of one case, in units of the dtype's rounding; NaN where ours is NaN."""
     total, longest = int(case.lengths.sum()), int(case.lengths.max())
     heads = case.num_heads + 2 * case.num_kv_heads
     packed = pool[case.first_row : case.first_row + total, : heads * case.head_dim]

@@ -69,7 +69,7 @@ def assert_right(
 
 
 def poison_free_memory() -> None:
-    """What the allocator hands out next is full of NaN."""
+    """Fill the memory that the allocator hands out next with NaN."""
     torch.full((1 << 22,), float("nan"), device=CUDA)
 
 

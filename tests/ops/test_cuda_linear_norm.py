@@ -55,7 +55,7 @@ def assert_right(ours: torch.Tensor, layer: Layer) -> None:
 
 
 def poison_free_memory() -> None:
-    """What the allocator hands out next is full of NaN."""
+    """Fill the memory that the allocator hands out next with NaN."""
     torch.full((1 << 24,), float("nan"), device=CUDA)
 
 

@@ -1,4 +1,4 @@
-"""What the CUDA kernels of embed and pool promise beyond the numbers: bits, bounds and graphs."""
+"""Promises of the CUDA kernels of embed and pool beyond the numbers: bits, bounds and graphs."""
 
 import pytest
 import torch

@@ -118,7 +118,7 @@ def has_kernel() -> None:
 
 
 def poison_free_memory() -> None:
-    """What the allocator hands out next is full of NaN, in f16 as in E4M3."""
+    """Fill the memory that the allocator hands out next with NaN, in f16 as in E4M3."""
     torch.full((1 << 23,), 0xFF, dtype=torch.uint8, device=CUDA)
 
 

@@ -127,7 +127,7 @@ def test_small_m_of_logits_are_left_to_cublas() -> None:
 
 @pytest.mark.usefixtures("kernel_tilings")
 def test_large_products_take_tiles_for_many_rows() -> None:
-    """Of GPT-3 and Llama-70B; small-m tiles took 1.7 times as long at 9832 rows."""
+    """Shapes of GPT-3 and Llama-70B; small-m tiles took 1.7 times as long at 9832 rows."""
     layers = [(18432, 12288), (12288, 24576), (49152, 12288), (10240, 8192), (8192, 28672)]
     for m in (1024, 1536, 3072, 9832, 16384):
         for n, k in layers:

@@ -1,4 +1,4 @@
-"""What holds for every op whatever the numbers: batch mates, empty input, errors, torch.compile."""
+"""Invariants of every op whatever the numbers: batch mates, empty input, errors, torch.compile."""
 
 import importlib.util
 import os

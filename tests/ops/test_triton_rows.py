@@ -292,7 +292,7 @@ def test_tiles_without_the_native_core(
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_maxsim_of_one_query_again(offset: int) -> None:
-    """What was compiled for aligned operands is kept, and not used for others."""
+    """A kernel compiled for aligned operands is kept, and not used for others."""
     for num_vectors, num_documents in ((32, 5), (17, 3), (32, 1)):
         q = normal(num_vectors * 20 + offset)[offset:].view(num_vectors, 20)
         d = normal(num_documents * 20 + offset)[offset:].view(num_documents, 20)

@@ -1,4 +1,4 @@
-"""What each rank gets: heads, features, words, rows."""
+"""Each rank's share: heads, features, words, rows."""
 
 from itertools import pairwise
 

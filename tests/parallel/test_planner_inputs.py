@@ -1,4 +1,4 @@
-"""What the planner is given: machine files, folders and options, and what it says of them."""
+"""Inputs of the planner: machine files, folders and options, and what it says of them."""
 
 import json
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def test_a_file_that_cannot_be_written_is_said_before_it_is_measured(tmp_path: P
 
 
 def test_folders_that_load_takes_could_not_be_planned(tmp_path: Path) -> None:
-    """Of sentence-transformers, whose transformer may have a folder of its own, and of adapters."""
+    """Folders of sentence-transformers, whose transformer may have its own, and of adapters."""
     base = save_checkpoint(tmp_path / "plain")
     nested = save_sentence_model(tmp_path / "sentences", [Pooling(48, "mean")])
     own = nested / "0_Transformer"

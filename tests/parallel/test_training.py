@@ -25,7 +25,7 @@ def test_every_grid_of_four_trains_as_one_device(tmp_path: Path) -> None:
 
 
 def groups_of(grid: Grid) -> TrainingGroups:
-    """Of rank 0, which calls no collective."""
+    """Groups of rank 0, which calls no collective."""
     axes = [GroupCollectives(None, rank=0, size=grid.length(axis)) for axis in ("data", "z")]
     y, x = (GroupCollectives(None, rank=0, size=grid.length(axis)) for axis in ("y", "x"))
     slots = GroupCollectives(None, rank=0, size=grid.num_slots)

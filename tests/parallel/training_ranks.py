@@ -1,4 +1,4 @@
-"""What each process of the tests of training runs: every grid, and a plain torch GPT beside it."""
+"""Run by each process of the tests of training: every grid, and a plain torch GPT beside it."""
 
 import math
 import random
@@ -31,13 +31,13 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3}
 
 
 def run(rank: int, folder: str) -> None:
-    """Of four processes on CPUs. Raises AssertionError where a grid differs from one device."""
+    """One of four processes on CPUs. Raises AssertionError where a grid differs from one device."""
     torch.set_num_threads(1)
     check_grids(rank, folder, NUM_RANKS, LONG, torch.device("cpu"))
 
 
 def run_on_gpu(rank: int, folder: str) -> None:
-    """Of two processes with a GPU each."""
+    """One of two processes with a GPU each."""
     check_grids(rank, folder, 2, LONG_OF_TWO, torch.device("cuda", rank))
 
 

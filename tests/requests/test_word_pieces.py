@@ -153,7 +153,7 @@ def test_a_tokenizer_puts_both_together_in_order() -> None:
 
 
 def test_no_more_of_a_text_is_read_than_its_first_tokens() -> None:
-    """What follows them would leave the text to the library, were it read."""
+    """Text that follows them would leave the text to the library, were it read."""
     found = WordPieces(bert()).read(["the token " * 100_000 + "[MASK]"], max_tokens=10)
     assert found is not None and not found.unread
     assert found.seqlens.tolist() == [10] and found.is_truncated.tolist() == [True]

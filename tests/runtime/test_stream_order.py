@@ -7,7 +7,7 @@ from bytetx.runtime.on_stream import StreamOrder
 
 
 class Device:
-    """What torch asks of a GPU: the current device and stream, and what events were used for."""
+    """A GPU's stand-in for torch: the current device and stream, and what events were used for."""
 
     def __init__(self):
         self.index, self.stream, self.calls = 0, 11, []

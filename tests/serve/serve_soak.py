@@ -225,7 +225,7 @@ async def leave(url: str, ask: Ask, seconds: float) -> None:
 
 
 def total_resident_mib(pid: int) -> float:
-    """Of a process and its descendants."""
+    """Return the resident memory of a process and its descendants, MiB."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return resident_mib(pid) + sum(map(total_resident_mib, map(int, children)))
 

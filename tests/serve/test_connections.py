@@ -81,7 +81,7 @@ async def status(reader: asyncio.StreamReader) -> int:
 
 
 async def ends(reader: asyncio.StreamReader) -> bytes:
-    """What comes before the server closes the connection."""
+    """Return what comes before the server closes the connection."""
     try:
         return await reader.read()
     except ConnectionError:

@@ -75,7 +75,7 @@ def test_a_group_is_a_small_part_of_the_queue(limits: tuple[int, int]) -> None:
 
 
 def test_errors() -> None:
-    """Of one call, it alone has it; of all together, each has it."""
+    """An error of one call is its alone; an error of all together is each call's."""
 
     async def main() -> None:
         runs, groups = Runs(), EmbedGroups()

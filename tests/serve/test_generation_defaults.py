@@ -1,4 +1,4 @@
-"""What a request over HTTP leaves out is the checkpoint's; ends of texts as a request asks."""
+"""Fields that a request leaves out are the checkpoint's; ends of texts as a request asks."""
 
 from pathlib import Path
 

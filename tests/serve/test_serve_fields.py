@@ -54,7 +54,7 @@ def tables(
 
 
 def content(answer: Any) -> Any:
-    """What does not differ from one request to the next."""
+    """Return the part that does not differ from one request to the next."""
     assert answer.status_code == 200, answer.text
     body = answer.json()
     changing = ("id", "created")

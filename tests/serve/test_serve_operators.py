@@ -1,4 +1,4 @@
-"""What operators see: pages without the internet, logs, names instead of paths, counts."""
+"""The operators' view: pages without the internet, logs, names instead of paths, counts."""
 
 import asyncio
 import json

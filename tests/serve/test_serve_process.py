@@ -31,7 +31,7 @@ def run_cli(*arguments: str, before: str = "") -> subprocess.CompletedProcess[st
 
 
 def test_sigterm_drains(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """What runs is answered, health says 503, and the process ends with 0."""
+    """Running requests are answered, health says 503, and the process ends with 0."""
     limits = ["--max-client-batch-size", "10000", "--payload-limit", "10000000"]
     arguments = ["--model", str(checkpoints["embedder"]), *limits]
     with start_server(arguments, log=tmp_path / "log") as running:
