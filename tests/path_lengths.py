@@ -1,7 +1,8 @@
-"""Counts the files and functions of bytetx that one call runs."""
+"""Counts the files, functions and calls of bytetx that one call runs."""
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,18 +11,19 @@ import bytetx
 ROOT = str(Path(bytetx.__file__).parent)
 
 
-def path_length(make: Callable[[], Callable[[], object]]) -> tuple[int, int]:
-    """(files, functions) of bytetx that the call runs that `make` returns, once it has run twice.
+def path_length(make: Callable[[], Callable[[], object]]) -> tuple[int, int, int]:
+    """(files, functions, calls) of bytetx that one call runs.
 
-    Those of all threads that `make` and the call start count.
+    make: returns the call, which has run twice before it is counted.  Those of all threads that
+    `make` and the call start count.
     """
-    seen: set[tuple[str, str]] = set()
+    seen: Counter[tuple[str, str]] = Counter()
     is_counted = False
 
     def note(frame, event, argument):
         code = frame.f_code
         if is_counted and event == "call" and code.co_filename.startswith(ROOT):
-            seen.add((code.co_filename, code.co_qualname))
+            seen[code.co_filename, code.co_qualname] += 1
 
     threading.setprofile(note)
     try:
@@ -36,5 +38,6 @@ def path_length(make: Callable[[], Callable[[], object]]) -> tuple[int, int]:
         threading.setprofile(None)
         is_counted = False
     inner = ("<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
-    functions = {(file, name) for file, name in seen if not name.endswith(inner)}
-    return len({file for file, _ in functions}), len(functions)
+    functions = {name: count for name, count in seen.items() if not name[1].endswith(inner)}
+    files = {file for file, _ in functions}
+    return len(files), len(functions), sum(functions.values())

@@ -86,6 +86,10 @@ class Layers:
         self._scales = [layer_spec.softmax_scale_of(i) for i in indices]
         self._windows = [layer_spec.window_of(i) for i in indices]
         self._rotations = [layer_spec.rotary_of(i) for i in indices]
+        # The norm after each layer: its ffn_norm, or the first norm of the next one, if any.
+        self._last_norms = [layer.ffn_norm for layer in self.weights]
+        if layer_spec.norm_placement != "post":
+            self._last_norms = [*(layer.attn_norm for layer in self.weights[1:]), final_norm]
 
     @property
     def is_capturable(self) -> bool:
@@ -193,10 +197,9 @@ class Layers:
     ) -> _Pass:
         """Choose and plan once what all layers do."""
         rotations = {spec: tables.of(batch) for spec, tables in self.tables.items()}
-        attention = {
-            window: self._choose_attention(batch, dtype, window, cache)
-            for window in set(self._windows)
-        }
+        attention = {}
+        for window in set(self._windows):
+            attention[window] = self._choose_attention(batch, dtype, window, cache)
         rotate = ROTARY.choose(batch.device, dtype).run
         return _Pass(batch, rows, rotations, attention, rotate, cache, on_kv, pause)
 
@@ -274,12 +277,12 @@ class Layers:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer, rows = self.weights[i], step.rows
         if layer.experts is not None:
-            return self._mix_experts(h, x, layer.experts, self._last_norm(i), rows)
+            return self._mix_experts(h, x, layer.experts, self._last_norms[i], rows)
         assert layer.ffn_in is not None and layer.ffn_out is not None  # the layer is dense
         if step.pause is not None:
             step.pause()
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
-        norm, output_norm = self._last_norm(i), layer.ffn_out_norm
+        norm, output_norm = self._last_norms[i], layer.ffn_out_norm
         return self._add_and_norm(inner, layer.ffn_out, x, norm, step, output_norm=output_norm)
 
     def _convolve(self, embedded: torch.Tensor, x: torch.Tensor, step: _Pass) -> torch.Tensor:
@@ -318,7 +321,7 @@ class Layers:
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
         pause()
         partial = rows.row_parallel_partial(attended, layer.attn_out)
-        norm = self._last_norm(i)
+        norm = self._last_norms[i]
         assert norm is not None  # parallel layers always have it
         pause()
         return rows.row_parallel(inner, layer.ffn_out, residual=x, norm=norm, partial=partial)
@@ -349,14 +352,6 @@ class Layers:
             x = rows.row_parallel_post_norm(y, w, residual=x, norm=norm)
             return x, x
         return rows.row_parallel(y, w, residual=x, norm=norm)
-
-    def _last_norm(self, i: int) -> RowNorm | None:
-        """The norm after layer i: its ffn_norm, or the first norm of the next layer, if any."""
-        if self.layer_spec.norm_placement == "post":
-            return self.weights[i].ffn_norm
-        if i + 1 < len(self.weights):
-            return self.weights[i + 1].attn_norm
-        return self.final_norm
 
     def _attention(self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass) -> torch.Tensor:
         """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
@@ -410,7 +405,8 @@ class Layers:
                 **options,
             ).flatten(1)
         if layer.q_norm is None:  # q's heads and k's lie side by side
-            self._rotate_heads(by_head[:, : heads[0] + heads[1]], i, step)
+            if self._rotations[i] is not None:
+                self._rotate_heads(by_head[:, : heads[0] + heads[1]], i, step)
         else:
             q, k = self._rotate(q, k, layer, i, step)
         if step.on_kv is not None:
