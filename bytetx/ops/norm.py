@@ -184,6 +184,8 @@ def _check(
 ) -> None:
     require_tensor("x", x, shape=(None, None))
     require_contiguous("x", x)
+    if sum_out is not None or fp8_out is not None:
+        _check_more_outputs(x, residual, out, sum_out, fp8_out)
     shape, dtype, index = x.shape, x.dtype, x.get_device()
     width = shape[1:]
     if (
