@@ -14,6 +14,7 @@ from bytetx.nn.layer import LayerWeights
 from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import VARLEN_ATTENTION, AttentionCalls, require_bias
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention
+from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.disentangled import DISENTANGLED_ATTENTION, has_disentangled_kernel, require_span
 from bytetx.ops.experts import ExpertsWeight, run_experts
 from bytetx.ops.paged import PAGED_ATTENTION, WRITE_KV, PagedCalls
@@ -170,6 +171,15 @@ class Layers:
             raise ValueError("cache must be None: an encoder has no past")
         if (cache is None) != (batch.past is None):
             raise ValueError("cache and batch.past must be given both, or neither")
+        rows = {"cu_seqlens": batch.cu_seqlens, "position_ids": batch.position_ids}
+        if batch.past is not None:
+            past = batch.past
+            rows |= {"page_table": past.page_table, "kv_seqlens": past.kv_seqlens}
+            rows["slot_mapping"] = past.slot_mapping
+        for name, t in rows.items():  # kernels read them by their addresses
+            if t is not None and not (t.dtype is torch.int32 and t.is_contiguous()):
+                require_tensor(name, t, shape=t.shape, dtypes=(torch.int32,))
+                require_contiguous(name, t)
         if cache is not None and len(cache.layers) != len(self.weights):
             raise ValueError(
                 f"cache must have the model's {len(self.weights)} layers, got {len(cache.layers)}"

@@ -61,6 +61,9 @@ def _backing(op: Operation, device: torch.device) -> str:
     """The first backend that runs there, and why those before it do not."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return "none: torch finds no CUDA GPU"
+    other = "on CPUs alone" if device.type == "cuda" else "on GPUs alone"
+    if device.type not in op.device_types:
+        return f"none: {other}"
     reasons: list[str] = []
     for backend in op.backends:
         if device.type in backend.device_types:
@@ -69,7 +72,6 @@ def _backing(op: Operation, device: torch.device) -> str:
                 described = _describe(op, backend, device)
                 return f"{described}: {'; '.join(reasons)}" if reasons else described
             reasons.append(reason)
-    other = "on CPUs alone" if device.type == "cuda" else "on GPUs alone"
     return f"none: {'; '.join(reasons) or other}"
 
 

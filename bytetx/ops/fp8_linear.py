@@ -20,7 +20,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 # Shape class: whether the weight's sizes and the rows are as the Hopper kernel wants them.
 # run(rows, scale, w, *, activation, out_scale) as of fp8_linear.
-FP8_LINEAR = Operation("fp8_linear")
+FP8_LINEAR = Operation("fp8_linear", "cuda")
 
 _COPY = "_bytetx_e4m3"  # attribute of a tensor
 _SCALE_STEPS = 16  # scales of a weight's row that are tried

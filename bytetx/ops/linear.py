@@ -343,30 +343,12 @@ def run_kernel(
     return d
 
 
-def _takes_bf16(
-    device: torch.device, layout: str, dtype: torch.dtype, has_kernel: bool, batch_invariant: bool
-) -> bool:
-    if layout == "plain":
-        is_bf16 = device.type == "cpu" and dtype == torch.bfloat16
-        return is_bf16 and _runs_bf16_kernel(batch_invariant)
-    return layout == "panels"
-
-
-@LINEAR.register("native", "cpu", takes=_takes_bf16)
-def _run_bf16(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
-    run = torch.ops.bytetx.bf16_linear if torch.compiler.is_compiling() else bf16_linear
-    weight = w.weight if w.is_prepacked else w.weight.contiguous()
-    index = ACTIVATIONS.index(activation)
-    bias = None if w.bias is None else w.bias.contiguous()
-    d: Tensor = run(x, weight, bias, n=w.n, activation=index, is_packed=w.is_prepacked)
-    return d if residual is None else d.add_(residual)
-
-
 def _takes_onednn(
     device: torch.device, layout: str, dtype: torch.dtype, has_kernel: bool, batch_invariant: bool
 ) -> bool:
     if layout == "plain":
-        return device.type == "cpu" and _has_onednn(dtype)
+        is_ours = dtype == torch.bfloat16 and _runs_bf16_kernel(batch_invariant)
+        return device.type == "cpu" and _has_onednn(dtype) and not is_ours
     return layout == "oneDNN's"
 
 
@@ -384,6 +366,25 @@ def _run_onednn(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor
     d: Tensor = torch.ops.mkldnn._linear_pointwise(
         _rows_for_onednn(x), w.weight, w.bias, attribute, [], algorithm
     )[:m]
+    return d if residual is None else d.add_(residual)
+
+
+def _takes_bf16(
+    device: torch.device, layout: str, dtype: torch.dtype, has_kernel: bool, batch_invariant: bool
+) -> bool:
+    if layout == "plain":
+        is_bf16 = device.type == "cpu" and dtype == torch.bfloat16
+        return is_bf16 and _runs_bf16_kernel(batch_invariant)
+    return layout == "panels"
+
+
+@LINEAR.register("native", "cpu", takes=_takes_bf16)
+def _run_bf16(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
+    run = torch.ops.bytetx.bf16_linear if torch.compiler.is_compiling() else bf16_linear
+    weight = w.weight if w.is_prepacked else w.weight.contiguous()
+    index = ACTIVATIONS.index(activation)
+    bias = None if w.bias is None else w.bias.contiguous()
+    d: Tensor = run(x, weight, bias, n=w.n, activation=index, is_packed=w.is_prepacked)
     return d if residual is None else d.add_(residual)
 
 

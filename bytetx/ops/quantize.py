@@ -10,7 +10,9 @@ from bytetx.ops.registry import Operation
 ROW_MULTIPLE = 16  # elements: what a row of an FP8 GEMM's operand must be a multiple of
 MAX_ROW_WIDTH = 8192  # a row lives in the registers of one CTA, in f32
 
-QUANTIZE_ROWS = Operation("quantize_rows")  # shape class: width.  run(x) as of quantize_rows
+QUANTIZE_ROWS = Operation(
+    "quantize_rows", "cuda"
+)  # shape class: width.  run(x) as of quantize_rows
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:

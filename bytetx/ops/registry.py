@@ -39,14 +39,16 @@ class Backend:
 class Operation:
     """An operation of the library, and its backends in order of preference.
 
+    device_types: those that models need it on; elsewhere it runs, but reports leave it out.
     choose(device, *shape_class): the first backend that runs on the device and takes such calls;
     remembered, so that a call costs one look into a table, and a model can ask once for all calls.
     The shape class is the operation's to define: dtype, widths, options. LookupError where no
     backend takes it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *device_types: str) -> None:
         self.name = name
+        self.device_types = device_types or ("cpu", "cuda")
         self.backends: list[Backend] = []
         self.choose = native.cached_lookup(self._choose)
         OPERATIONS[name] = self
