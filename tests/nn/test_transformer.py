@@ -1,6 +1,7 @@
 """A row's result depends on its own sequence alone, and on no uninitialised memory."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,14 @@ def assert_workspace_bounds(loaded: Loaded) -> None:
         bound = loaded.spec.workspace_bytes(rows, itemsize)
         measured = peak_bytes(loaded, lengths)
         assert 0.9 * bound < measured + 20 * rows < bound + scratch
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "position_ids"])
+def test_rows_that_kernels_read_by_address_are_checked(name: str, loaded: Loaded) -> None:
+    """A view with gaps, or other integers, would be read as something else."""
+    batch = loaded.pack(random_ids([3, 2]))
+    rows = getattr(batch, name)
+    strided = torch.stack([rows, rows], dim=1)[:, 0]
+    for wrong, message in ((strided, "must be contiguous"), (rows.long(), "must be int32")):
+        with pytest.raises(ValueError, match=f"{name} {message}"):
+            loaded.transformer.forward(replace(batch, **{name: wrong}))
