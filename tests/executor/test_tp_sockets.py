@@ -221,7 +221,7 @@ def test_torchrun_ranks_take_no_address_from_the_store(
 
     Rank 2 comes last, so that the rendezvous is open until strangers have connected.
     """
-    monkeypatch.setattr(torchrun, "_Process", Ended)
+    monkeypatch.setattr(torchrun, "_TorchrunProcess", Ended)
     variables = (torchrun_variables(rank, poisoned_store.port, size=3) for rank in range(3))
     (leader_rank, *ranks), found = map(torchrun_rank, variables), []
     threads = [

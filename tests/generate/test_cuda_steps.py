@@ -237,8 +237,7 @@ def test_no_cycle_holds_an_engine(folder: Path, like_a_gpu: None) -> None:
     """Its cache is most of a GPU's memory, and the next engine wants it."""
     model = bytetx.load(folder, device="cpu")
     tokens_of(model, GREEDY)
-    (idle,) = model._idle_engines
-    engine = idle.engine
+    engine = model._idle_engines[0].engine
     gone = [weakref.ref(engine), weakref.ref(engine._runner.cache.layers[0].k_cache)]
     for captured in engine._runner._steps._graphs._graphs.values():
         captured.graph.compute = None  # a real one does not hold what it was captured from

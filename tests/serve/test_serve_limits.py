@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from serving import InProcess
 from bytetx.errors import DeviceMemoryError, GroupError, QueueFullError
 from bytetx.generate.sampler_output import SamplerOutput
 from bytetx.generate.scheduler import Scheduler
-from bytetx.serve import gateway
-from bytetx.serve.calls import Call, Outcome
-from bytetx.serve.engine import TASKS
+from bytetx.serve import engine, gateway
+from bytetx.serve.calls import Call
+from bytetx.serve.engine import ServedModel
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.loading import close_models, load_models
 from bytetx.serve.settings import ServeSettings, model_sources
@@ -225,13 +225,15 @@ def test_before_and_after_it_is_ready(in_process: InProcess) -> None:
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    async def fail(served: object, call: Call) -> Outcome:
-        if "bad" in call.inputs:
-            raise error
-        return await embed(served, call)
+    """Calls of embed with the text "bad" fail, those that run with others among them."""
+    embed_each = engine._embed_each
 
-    embed = TASKS["embed"]
-    monkeypatch.setitem(TASKS, "embed", fail)
+    def fail(served: ServedModel, calls: Sequence[Call]) -> Sequence[asyncio.Future]:
+        if any("bad" in call.inputs for call in calls):
+            raise error
+        return embed_each(served, calls)
+
+    monkeypatch.setattr(engine, "_embed_each", fail)
 
 
 @pytest.mark.parametrize(
@@ -361,9 +363,9 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(in_process: InProc
 def slow_embed(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event, list[str]]:
     """(set when a call runs, set to let it end, what became of the calls)."""
     starts, ends, fates = asyncio.Event(), asyncio.Event(), []
-    embed = TASKS["embed"]
+    embed_each = engine._embed_each
 
-    async def wait(served: Any, call: Call) -> Outcome:
+    async def wait(served: ServedModel, call: Call) -> Any:
         starts.set()
         try:
             await ends.wait()
@@ -371,9 +373,12 @@ def slow_embed(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.
             fates.append("cancelled")
             raise
         fates.append("done")
-        return await embed(served, call)
+        return await embed_each(served, [call])[0]
 
-    monkeypatch.setitem(TASKS, "embed", wait)
+    def wait_each(served: ServedModel, calls: Sequence[Call]) -> Sequence[asyncio.Future]:
+        return [asyncio.ensure_future(wait(served, call)) for call in calls]
+
+    monkeypatch.setattr(engine, "_embed_each", wait_each)
     return starts, ends, fates
 
 
