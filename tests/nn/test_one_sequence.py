@@ -15,7 +15,7 @@ from bytetx.nn.transformer import Transformer
 # Pre-norm layers with RMS norms and a SiLU gate, without biases, windows, experts or multipliers.
 PLAIN = {
     *("llama", "llama2", "llama-tied", "llama-wide-heads", "llama-linear", "llama3", "llama-yarn"),
-    *("mistral-full", "qwen3", "phi3"),
+    *("mistral-full", "qwen2", "qwen3", "phi3"),
 }
 
 
