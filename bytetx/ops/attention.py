@@ -1,6 +1,8 @@
 """Attention over packed sequences: checks, choice of kernel."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -158,23 +160,6 @@ def _takes_plan(device: torch.device, calls: AttentionCalls) -> bool:
     return fits and calls.is_aligned and calls.has_scale and calls.has_work
 
 
-@VARLEN_ATTENTION.native_kernel("cuda", kernel="planned_attention", takes=_takes_plan)
-def _run_planned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    max_seqlen: int,
-    causal: bool,
-    window: int,
-    plan: AttentionPlan | None,
-    **options: Any,
-) -> Tensor:
-    plan = _plan_for(plan, q, cu_seqlens, causal, window, **options)
-    return run_planned(q, k, v, plan, **options)
-
-
 def _takes_triton(device: torch.device, calls: AttentionCalls) -> bool:
     """In f32 it multiplies without tensor cores: torch's own is faster where nothing is masked, no
     score is changed and head_dim is a multiple of 4."""
@@ -184,8 +169,8 @@ def _takes_triton(device: torch.device, calls: AttentionCalls) -> bool:
     return calls.dtype in HALF_DTYPES or not is_plain or calls.head_dim % 4 != 0
 
 
-@VARLEN_ATTENTION.triton_kernel(beside="planned_attention", takes=_takes_triton)
-def _run_triton(
+def _run_by_plan(
+    run: Callable[..., Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -197,8 +182,17 @@ def _run_triton(
     plan: AttentionPlan | None,
     **options: Any,
 ) -> Tensor:
+    """A kernel that takes a plan: that of the call, or one of its own."""
     plan = _plan_for(plan, q, cu_seqlens, causal, window, **options)
-    return run_triton(q, k, v, plan, **options)
+    return run(q, k, v, plan, **options)
+
+
+VARLEN_ATTENTION.native_kernel("cuda", kernel="planned_attention", takes=_takes_plan)(
+    partial(_run_by_plan, run_planned)
+)
+VARLEN_ATTENTION.triton_kernel(beside="planned_attention", takes=_takes_triton)(
+    partial(_run_by_plan, run_triton)
+)
 
 
 def _plan_for(

@@ -343,6 +343,12 @@ def run_kernel(
     return d
 
 
+def _why_no_onednn(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return "oneDNN is for CPUs"
+    return None if torch.backends.mkldnn.is_available() else "torch was built without oneDNN"
+
+
 def _takes_onednn(
     device: torch.device, layout: str, dtype: torch.dtype, has_kernel: bool, batch_invariant: bool
 ) -> bool:
@@ -352,12 +358,7 @@ def _takes_onednn(
     return layout == "oneDNN's"
 
 
-@LINEAR.register(
-    "oneDNN through torch",
-    "cpu",
-    why_missing=lambda device: _why_no_onednn(device),
-    takes=_takes_onednn,
-)
+@LINEAR.register("oneDNN through torch", "cpu", why_missing=_why_no_onednn, takes=_takes_onednn)
 def _run_onednn(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
     m = x.shape[0]
     if m == 0:
@@ -451,12 +452,6 @@ def _runs_bf16_kernel(batch_invariant: bool) -> bool:
     if not has_cpu_bf16() or not torch.cpu._is_avx512_bf16_supported():
         return True
     return batch_invariant and _has_amx()
-
-
-def _why_no_onednn(device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return "oneDNN is for CPUs"
-    return None if torch.backends.mkldnn.is_available() else "torch was built without oneDNN"
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
