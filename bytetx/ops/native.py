@@ -100,12 +100,6 @@ def require_kernel(op: str, device: torch.device) -> Kernel:
     return found
 
 
-@cached_lookup
-def has_module(device: torch.device) -> bool:
-    """Whether the native core has code for `device`, if not for every op."""
-    return not isinstance(_find_module(device), str)
-
-
 def why_no_kernel(op: str, device: torch.device) -> str | None:
     """Why `kernel` returns None, with what to do about it where something can be done."""
     found = _find_kernel(op, device)
