@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -12,15 +12,14 @@ from typing import Any, TypeVar
 import torch
 
 from bytetx.arguments import check_draft_size, check_integer, check_positive, check_seconds
-from bytetx.checkpoint.chat_template import checked_options
 from bytetx.encode.engine import EncodeEngine
 from bytetx.errors import DeadlineError
 from bytetx.model import Model
-from bytetx.requests.prompts import Prompt, is_chat
-from bytetx.sampling_params import SamplingParams
+from bytetx.requests.prompts import is_chat
 from bytetx.tasks.async_stats import AsyncStats, engine_stats
 from bytetx.tasks.catalog import AsyncModelTasks
 from bytetx.tasks.futures import in_own_thread
+from bytetx.tasks.generate import PromptCall
 from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread, PromptGroup
 from bytetx.tasks.grouped_run import GroupedRun
 from bytetx.tasks.reading_pool import ReadingPool
@@ -187,32 +186,20 @@ class AsyncModel(AsyncModelTasks):
         """As Model.similarity, in a thread."""
         return await self._in_thread(partial(self._model.similarity, a, b))
 
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
+    def _run_one(
+        self, spec: TaskSpec, inputs: tuple[Any, ...], given: dict[str, Any]
     ) -> AsyncGeneration:
-        """The pieces of the outputs of one prompt as they are generated, params.n outputs.
-
-        prompt: a str, token ids, or a chat.  chat_template_kwargs: as of Model.generate.
-        Iterate over what is returned with `async for`; each
-        piece is the new part of the output that its `index` names.  Its aclose, or cancelling the
-        task that waits for it, ends the generation.
-        """
-        params = SamplingParams() if params is None else params
-        self._model._check(params)
-        options = {"chat_template_kwargs": checked_options(chat_template_kwargs)}
+        priority, timeout_s = given.pop("priority", 0), given.pop("timeout_s", None)
+        bound, options = spec.bind(inputs, given)
+        call: PromptCall[AsyncGeneration] = spec.start(self._model.context, *bound, options)
         check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)
+        template = call.template_kwargs
         return AsyncGeneration(
             self._generation,
-            lambda: self._model.encode_prompts([prompt], **options)[0],
-            params,
-            is_chat=is_chat(prompt),
+            lambda: self._model.encode_prompts([call.prompt], chat_template_kwargs=template)[0],
+            call.params,
+            is_chat=is_chat(call.prompt),
             priority=priority,
             timeout_s=timeout_s,
             group=(self._group or PromptGroup()) if self._is_bounded else None,

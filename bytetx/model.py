@@ -2,7 +2,8 @@
 
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,23 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bytetx.arguments import check_token_budget
+from bytetx.arguments import check_iterable, check_token_budget
 from bytetx.checkpoint.families import read_families
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.checkpoint.generation_config import check_switch
 from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.model_runner import Runner
+from bytetx.errors import InputError
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
+from bytetx.generate.build import GenerationSizes
+from bytetx.generate.engine import GenerationEngine
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_generation
 from bytetx.parallel.grid import Grid
+from bytetx.requests.prompts import Prompt
 from bytetx.runtime.forking import computing
-from bytetx.tasks.call import TaskCall
 from bytetx.tasks.catalog import ModelTasks
 from bytetx.tasks.context import TaskContext
-from bytetx.tasks.generate import GenerationMixin
-from bytetx.tasks.run import perform, stream
+from bytetx.tasks.generate import ChatOptions, GenerateOptions, ModelEngines, prompt_reader
 from bytetx.tasks.search import Packed, Similarity, Vectors, similarity
 from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 
@@ -102,7 +105,7 @@ def load(
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
-class Model(GenerationMixin, ModelTasks):
+class Model(ModelTasks):
     """A loaded checkpoint. Methods may be called from several threads.
 
     It is pickled as its folder and options, and loaded again in another process.  A forked child
@@ -125,7 +128,6 @@ class Model(GenerationMixin, ModelTasks):
         token_budget: int | None = None,
         cuda_graphs: bool = True,
     ):
-        super().__init__()
         if token_budget is None:
             token_budget = default_token_budget(checkpoint.spec, checkpoint.device)
         self.checkpoint = checkpoint
@@ -149,12 +151,15 @@ class Model(GenerationMixin, ModelTasks):
             token_budget=self.token_budget,
             cuda_graphs=cuda_graphs,
         )
-        self._engine = EncodeEngine(self._runner, token_budget=self.token_budget)
+        self.encoder = EncodeEngine(self._runner, token_budget=self.token_budget)
+        self.engines = ModelEngines(
+            checkpoint, token_budget=self.token_budget, cuda_graphs=cuda_graphs
+        )
 
     def close(self) -> None:
         """Ends the workers of a model loaded with tp; the model cannot be used after that."""
         self._is_closed = True
-        self._idle_engines.clear()  # their graphs hold collectives of the group
+        self.engines.idle.clear()  # their graphs hold collectives of the group
         self.checkpoint.executor.close()
 
     def __enter__(self) -> "Model":
@@ -207,14 +212,13 @@ class Model(GenerationMixin, ModelTasks):
 
     def _run_task(self, spec: TaskSpec, inputs: tuple[Any, ...], given: dict[str, Any]) -> Any:
         show_progress = given.pop("show_progress", False)
-        streams = spec.item is not None and given.pop("stream", False)
+        stream = spec.item is not None and given.pop("stream", False)
         model, call = self._call(spec, *spec.bind(inputs, given))
-        run = stream if streams else perform
-        return run(call, model._engine, show_progress=show_progress)
+        return spec.run(call, model, stream=stream, show_progress=show_progress)
 
     def _call(
-        self, spec: TaskSpec, inputs: tuple[Any, ...], options: TaskOptions
-    ) -> tuple["Model", TaskCall[Any]]:
+        self, spec: TaskSpec, inputs: Sequence[Any], options: TaskOptions
+    ) -> tuple["Model", Any]:
         """A call of a task, ready to run, and the model that runs it: that of its route, if any.
 
         Raises OptionError for a task without a route.
@@ -223,6 +227,57 @@ class Model(GenerationMixin, ModelTasks):
         if router is not None and self._routes and isinstance(options, PromptOptions):
             model = self._routes[router.resolve(options.task)]
         return model, spec.start(model.context, *inputs, options)
+
+    def engine(
+        self,
+        *,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
+        seed: int | None = None,
+    ) -> GenerationEngine:
+        """A new engine with add_request, abort and step; AsyncEngine(engine) is for servers.
+
+        kv_cache_tokens, max_num_seqs, num_speculative_tokens: as of `generate`.
+        seed: of the generator of seeds, for requests without a seed.
+        """
+        sizes = self.generation_sizes(
+            kv_cache_tokens=kv_cache_tokens,
+            max_num_seqs=max_num_seqs,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        return self.engines.build(sizes, seed=seed)
+
+    def generation_sizes(
+        self,
+        *,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
+    ) -> GenerationSizes:
+        """The sizes of an engine with these options, in sequences, tokens and bytes."""
+        return self.engines.sizes(
+            GenerateOptions(
+                kv_cache_tokens=kv_cache_tokens,
+                max_num_seqs=max_num_seqs,
+                num_speculative_tokens=num_speculative_tokens,
+            )
+        )
+
+    def encode_prompts(
+        self, prompts: Iterable[Prompt], *, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[list[int]]:
+        """Prompts as the token ids that `engine` takes; raises the first bad one's InputError.
+
+        chat_template_kwargs: as of `generate`.
+        """
+        options = ChatOptions(chat_template_kwargs=chat_template_kwargs)
+        encoded, reader = [], prompt_reader(self.checkpoint, options)
+        for token_ids in reader.read(list(check_iterable("prompts", prompts))):
+            if isinstance(token_ids, InputError):
+                raise copy(token_ids)  # this frame holds the other
+            encoded.append(token_ids)
+        return encoded
 
     def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """f32 [len(a), len(b)]: bytetx.similarity with the function that the checkpoint names.

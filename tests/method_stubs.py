@@ -63,8 +63,17 @@ class Names:
 def stub() -> str:
     """The text of methods.pyi."""
     names = Names()
-    model = [line for spec in TASKS.values() for line in _methods(spec, names, is_async=False)]
-    others = [line for spec in TASKS.values() for line in _methods(spec, names, is_async=True)]
+    specs = TASKS.values()
+    model = [line for spec in specs for line in _methods(spec, names, is_async=False)]
+    others = [
+        line
+        for spec in specs
+        for line in (
+            _methods(spec, names, is_async=True)
+            if spec.one is None
+            else _method(spec.one, names, "def", _QUEUED, spec.one.result)
+        )
+    ]
     modules: dict[str, list[str]] = {}
     for module, name in sorted(names.imports):
         modules.setdefault(module, []).append(name)
@@ -73,48 +82,69 @@ def stub() -> str:
     return HEAD + "\n".join([*imports, "", *own, "def attach(spec: Any) -> None: ...", ""])
 
 
+_QUEUED = ["priority: int = 0", "timeout_s: float | None = None"]
+
+
 def _methods(spec: TaskSpec, names: Names, *, is_async: bool) -> list[str]:
     """The overloads of one method."""
-    any_error = "Literal['raise', 'return']"
-    errors = {"Literal['raise']": spec.result, "Literal['return']": spec.result}
+    any_error, raised, returned = (
+        "Literal['raise', 'return']",
+        "Literal['raise']",
+        "Literal['return']",
+    )
     if get_origin(spec.result) is Results and spec.item is not None:
-        errors["Literal['return']"] = types.GenericAlias(Results, spec.item | InputError)
+        errors = {raised: spec.result, returned: _with_errors(Results, spec.item)}
     else:
         errors = {any_error: spec.result}
     kinds = [("False", error, result) for error, result in errors.items()]
     if spec.item is not None and not is_async:
-        kinds.append(("True", "Literal['raise']", types.GenericAlias(Stream, spec.item)))
-        kinds.append(
-            ("True", "Literal['return']", types.GenericAlias(Stream, spec.item | InputError))
-        )
+        kinds.append(("True", raised, types.GenericAlias(Stream, spec.item)))
+        kinds.append(("True", returned, _with_errors(Stream, spec.item)))
+    if spec.pieces is not None and not is_async:
+        kinds.append(("'pieces'", any_error, types.GenericAlias(Stream, spec.pieces)))
     lines = []
     for streams, on_error, result in kinds:
-        parameters = ["self"]
-        for name, one in list(spec.signature().parameters.items())[1:]:
-            if one.kind is Parameter.KEYWORD_ONLY and "*" not in parameters:
-                parameters.append("*")
-            text = names.of(one.annotation)
-            if name == "on_error":
-                default = "" if on_error == "Literal['return']" else " = ..."
-                parameters.append(f"on_error: {on_error}{default}")
-            elif one.default is Parameter.empty:
-                parameters.append(f"{name}: {text}")
-            else:
-                parameters.append(f"{name}: {text} = {one.default!r}")
         if is_async:
-            parameters += ["priority: int = 0", "timeout_s: float | None = None"]
+            run = _QUEUED
         else:
-            if spec.item is not None:
-                default = " = ..." if streams == "False" else ""
-                parameters.append(f"stream: Literal[{streams}]{default}")
-            parameters.append("show_progress: bool = False")
+            default = " = ..." if streams == "False" else ""
+            run = [f"stream: Literal[{streams}]{default}"] if spec.item is not None else []
+            run = [*run, "show_progress: bool = False"]
         if len(kinds) > 1:
             lines.append("    @overload")
-        begin = "    async def" if is_async else "    def"
-        lines.append(f"{begin} {spec.name}(")
-        lines += [f"        {one}," for one in parameters]
-        lines.append(f"    ) -> {names.of(result)}: ...")
+        begin = "async def" if is_async else "def"
+        lines += _method(spec, names, begin, run, result, on_error=on_error)
     return lines
+
+
+def _with_errors(kind: type, item: Any) -> types.GenericAlias:
+    return types.GenericAlias(kind, item | InputError)
+
+
+def _method(
+    spec: TaskSpec,
+    names: Names,
+    begin: str,
+    run: list[str],
+    result: Any,
+    *,
+    on_error: str = "",
+) -> list[str]:
+    """One method. run: its last parameters.  on_error: the type of this option."""
+    parameters = ["self"]
+    for name, one in list(spec.signature().parameters.items())[1:]:
+        if one.kind is Parameter.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        text = names.of(one.annotation)
+        if name == "on_error":
+            default = "" if on_error == "Literal['return']" else " = ..."
+            parameters.append(f"on_error: {on_error}{default}")
+        elif one.default is Parameter.empty:
+            parameters.append(f"{name}: {text}")
+        else:
+            parameters.append(f"{name}: {text} = {one.default!r}")
+    lines = [f"        {one}," for one in [*parameters, *run]]
+    return [f"    {begin} {spec.name}(", *lines, f"    ) -> {names.of(result)}: ..."]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from bytetx.tasks import (  # noqa: F401  (imported to be declared)
     embed_sparse,
     embed_tokens,
     fill_mask,
+    generate,
     hidden_states,
     rerank,
     score,

@@ -1,15 +1,17 @@
-"""Generation: Model's methods for prompts, and one call's prompts through an engine."""
+"""Generation: the declared task, the engines of a model, and one call's prompts through one."""
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing, suppress
 from copy import copy
-from itertools import islice
-from operator import sub
+from dataclasses import dataclass
+from itertools import chain, islice
+from operator import attrgetter, sub
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from bytetx.arguments import check_iterable
+from bytetx.arguments import MAX_DRAFT, check_draft_size, check_iterable, check_positive
+from bytetx.checkpoint.chat_template import checked_options
 from bytetx.encode.request import RunStats
 from bytetx.errors import InputError, shown
 from bytetx.generate.build import GenerationSizes, build_engine, generation_sizes
@@ -19,29 +21,82 @@ from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.requests.prompts import Prompt, PromptReader
 from bytetx.sampling_params import SamplingParams
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.generation_stream import AsyncGeneration
 from bytetx.tasks.progress import num_texts, with_progress
 from bytetx.tasks.results import GeneratedText, Generation, Results, Stream
-from bytetx.tasks.task import OnError, keeps_bad_texts
+from bytetx.tasks.task import TaskOptions, option, task
 
-_Params = SamplingParams | Sequence[SamplingParams] | None
-# The values of stream and on_error, on which the type of the results depends.
-No = Literal[False]
-Yes = Literal[True]
-Raise = Literal["raise"]
-Return = Literal["return"]
+T = TypeVar("T")
+Prompts = Iterable[Prompt]
+Params = SamplingParams | Sequence[SamplingParams]
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of Model.generate, as type checkers see them."""
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options of prompts that are chats."""
 
-    chat_template_kwargs: Mapping[str, Any] | None
-    kv_cache_tokens: int | None
-    max_num_seqs: int | None
-    num_speculative_tokens: int
-    show_progress: bool
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "For all chats, what transformers' apply_chat_template takes: tools, documents, "
+        "add_generation_prompt (True unless continue_final_message is set), "
+        "continue_final_message, chat_template (a name), and variables of the checkpoint's "
+        "template.",
+    )
 
 
-class _IdleEngine(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ChatOptions, TaskOptions):
+    """Options of generate: chats, and the sizes of its engine."""
+
+    kv_cache_tokens: int | None = option(
+        None,
+        "Tokens of the KV cache; None is what max_num_seqs sequences of 1024 tokens need, at most "
+        "a quarter of a CPU's memory or four fifths of a GPU's free memory.",
+        min=1,
+    )
+    max_num_seqs: int | None = option(
+        None,
+        "Sequences at a time; None is 64 on a CPU and 256 on a GPU, at most the token budget.",
+        min=1,
+    )
+    num_speculative_tokens: int = option(
+        0,
+        f"0 ... {MAX_DRAFT}, the most tokens that are drafted for a step from what followed the "
+        "same tokens earlier in the sequence; the model checks them all in that step, and the "
+        "outputs are those without drafts.",
+        min=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_cache_tokens is not None:
+            check_positive("kv_cache_tokens", self.kv_cache_tokens)
+        if self.max_num_seqs is not None:
+            check_positive("max_num_seqs", self.max_num_seqs)
+        check_draft_size(self.num_speculative_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationCall(Generic[T]):
+    """A call of generate, checked, before its first prompt is read."""
+
+    prompts: Prompts
+    params: Params
+    reader: PromptReader
+    options: GenerateOptions
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCall(Generic[T]):
+    """One prompt of an AsyncModel, checked.  template_kwargs: of ChatTemplate.render."""
+
+    prompt: Prompt
+    params: SamplingParams
+    template_kwargs: Mapping[str, Any]
+
+
+class IdleEngine(NamedTuple):
     """An engine and the options that it was made for; sizes: what these came to."""
 
     options: tuple[int | None, ...]
@@ -49,273 +104,167 @@ class _IdleEngine(NamedTuple):
     engine: GenerationEngine
 
 
-class GenerationMixin:
-    """Model's methods for generation; InputError where it has no language model head."""
+class ModelEngines:
+    """Makes a model's generation engines; InputError where it has no language model head.
 
-    checkpoint: LoadedCheckpoint
-    token_budget: int
-    cuda_graphs: bool
+    idle: at most one, for the next call with the same options, with its prefix cache.
+    """
 
-    def __init__(self) -> None:
-        # At most one engine is kept for the next call with the same options, with its prefix cache.
-        self._idle_engines: list[_IdleEngine] = []
+    def __init__(self, checkpoint: LoadedCheckpoint, *, token_budget: int, cuda_graphs: bool):
+        self._checkpoint, self._token_budget = checkpoint, token_budget
+        self._cuda_graphs = cuda_graphs
+        self.idle: list[IdleEngine] = []
 
-    @overload
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: _Params = ...,
-        *,
-        stream: No = ...,
-        on_error: Raise = ...,
-        **options: Unpack[GenerateOptions],
-    ) -> Results[Generation]: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: _Params = ...,
-        *,
-        stream: Yes,
-        on_error: Raise = ...,
-        **options: Unpack[GenerateOptions],
-    ) -> Stream[Generation]: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: _Params = ...,
-        *,
-        stream: No = ...,
-        on_error: Return,
-        **options: Unpack[GenerateOptions],
-    ) -> Results[Generation | InputError]: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: _Params = ...,
-        *,
-        stream: Yes,
-        on_error: Return,
-        **options: Unpack[GenerateOptions],
-    ) -> Stream[Generation | InputError]: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: _Params = ...,
-        *,
-        stream: Literal["pieces"],
-        on_error: OnError = ...,
-        **options: Unpack[GenerateOptions],
-    ) -> Stream[RequestOutput]: ...
-
-    def generate(
-        self,
-        prompts: Iterable[Prompt],
-        params: _Params = None,
-        *,
-        stream: bool | Literal["pieces"] = False,
-        on_error: OnError = "raise",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        kv_cache_tokens: int | None = None,
-        max_num_seqs: int | None = None,
-        num_speculative_tokens: int = 0,
-        show_progress: bool = False,
-    ) -> Results[Any] | Stream[Any]:
-        """Continues prompts, with as many at a time as their keys and values fit the cache.
-
-        prompts: each a str, a sequence of token ids, or a chat (a list of {"role", "content"}; what
-        else a message has reaches the chat template, too).
-        params: for all prompts, or a list with one for each; None is SamplingParams().
-        stream: True yields Generations in the order of the prompts, as they are done; "pieces"
-        yields RequestOutputs of all prompts as they are generated, where request_id is the index of
-        the prompt.
-        chat_template_kwargs: for all chats, what transformers' apply_chat_template takes: tools,
-        documents, add_generation_prompt (True unless continue_final_message is set),
-        continue_final_message, chat_template (a name), and variables of the checkpoint's template.
-        kv_cache_tokens, max_num_seqs, num_speculative_tokens: as for `engine`, which is kept with
-        its cache for the next call of the same sizes.
-        show_progress: a bar on stderr that counts prompts.
-        """
-        params = SamplingParams() if params is None else params
-        self._check_params(prompts, params)
-        if stream not in (False, True, "pieces"):
-            raise InputError(f"stream must be False, True or 'pieces', got {shown(stream)}")
-        keeps_errors = keeps_bad_texts(on_error)
-        check_iterable("prompts", prompts)
-        reader = self._prompt_reader(chat_template_kwargs)
-        taken = self._take_engine(kv_cache_tokens, max_num_seqs, num_speculative_tokens)
-        run = GenerationRun(
-            taken.engine,
-            reader,
-            params,
-            read_ahead=taken.sizes.max_num_seqs,
-            streams=stream == "pieces",
-            keeps_errors=keeps_errors,
-        )
-        blocks = self._run_blocks(run, taken, prompts)
-        if show_progress:
-            total = num_texts(prompts)
-            blocks = with_progress(blocks, run.num_done, title="generate", total=total)
-        if stream:
-            return Stream(blocks, run.stats)
-        items = [item for block in blocks for item in block]
-        errors = {i: item for i, item in enumerate(items) if isinstance(item, InputError)}
-        return Results(items, run.stats(), errors)
-
-    def engine(
-        self,
-        *,
-        kv_cache_tokens: int | None = None,
-        max_num_seqs: int | None = None,
-        num_speculative_tokens: int = 0,
-        seed: int | None = None,
-    ) -> GenerationEngine:
-        """A new engine with add_request, abort and step; AsyncEngine(engine) is for servers.
-
-        kv_cache_tokens: the size of its cache; None is what max_num_seqs sequences of 1024 tokens
-        need, at most a quarter of a CPU's memory or four fifths of a GPU's free memory.
-        max_num_seqs: sequences at a time; None is 64 on a CPU and 256 on a GPU, at most the token
-        budget.  num_speculative_tokens: 0 ... 32, the most tokens that are drafted for a step from
-        what followed the same tokens earlier in the sequence; the model checks them all in that
-        step, and the outputs are those without drafts.
-        seed: of the generator of seeds, for requests without a seed.
-        """
-        sizes = self.generation_sizes(
-            kv_cache_tokens=kv_cache_tokens,
-            max_num_seqs=max_num_seqs,
-            num_speculative_tokens=num_speculative_tokens,
-        )
-        return self._build_engine(sizes, seed=seed)
-
-    def generation_sizes(
-        self,
-        *,
-        kv_cache_tokens: int | None = None,
-        max_num_seqs: int | None = None,
-        num_speculative_tokens: int = 0,
-    ) -> GenerationSizes:
+    def sizes(self, options: GenerateOptions) -> GenerationSizes:
         """The sizes of an engine with these options, in sequences, tokens and bytes."""
         self._lm_head()
         return generation_sizes(
-            self.checkpoint,
-            token_budget=self.token_budget,
-            kv_cache_tokens=kv_cache_tokens,
-            max_num_seqs=max_num_seqs,
-            num_speculative_tokens=num_speculative_tokens,
+            self._checkpoint,
+            token_budget=self._token_budget,
+            kv_cache_tokens=options.kv_cache_tokens,
+            max_num_seqs=options.max_num_seqs,
+            num_speculative_tokens=options.num_speculative_tokens,
         )
 
-    def encode_prompts(
-        self, prompts: Iterable[Prompt], *, chat_template_kwargs: Mapping[str, Any] | None = None
-    ) -> list[list[int]]:
-        """Prompts as the token ids that `engine` takes; raises the first bad one's InputError.
+    def build(self, sizes: GenerationSizes, *, seed: int | None = None) -> GenerationEngine:
+        """A new engine. seed: of the generator of seeds, for requests without a seed."""
+        head, graphs = self._lm_head(), self._cuda_graphs
+        return build_engine(self._checkpoint, head, sizes, seed=seed, cuda_graphs=graphs)
 
-        chat_template_kwargs: as of `generate`.
-        """
-        encoded, reader = [], self._prompt_reader(chat_template_kwargs)
-        for token_ids in reader.read(list(check_iterable("prompts", prompts))):
-            if isinstance(token_ids, InputError):
-                raise copy(token_ids)  # this frame holds the other
-            encoded.append(token_ids)
-        return encoded
-
-    def _prompt_reader(self, template_kwargs: Mapping[str, Any] | None) -> PromptReader:
-        checkpoint = self.checkpoint
-        return PromptReader(
-            checkpoint.spec,
-            checkpoint.tokenizer,
-            chat_template=checkpoint.chat_template,
-            template_kwargs=template_kwargs,
-        )
-
-    def _check_params(
-        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> None:
-        if not isinstance(params, list | tuple):
-            self._check(params)
-            return
-        if isinstance(prompts, Sized) and len(prompts) != len(params):
-            raise _count_error(len(params), len(prompts))
-        for index, each in enumerate(params):
-            try:
-                self._check(each)
-            except InputError as error:
-                raise InputError(f"params[{index}]: {error}") from None
-
-    def _check(self, params: object) -> None:
-        """Raises InputError for wrong parameters, before any prompt is read."""
-        if not isinstance(params, SamplingParams):
-            raise InputError(f"params must be SamplingParams, got {type(params).__name__}")
-        params.check_vocab(self.checkpoint.spec.vocab_size)
-        # Raises where a default excludes it.
-        params.resolved(self.checkpoint.generation.sampling, num_prompt_tokens=0)
-        if params.stop and self.checkpoint.tokenizer is None:
-            raise InputError(
-                "stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids"
-            )
-
-    def _lm_head(self) -> LmHead:
-        head = self.checkpoint.heads.lm
-        if head is None:
-            if self.checkpoint.spec.is_bidirectional:
-                raise InputError(
-                    "config.json says that every token of this checkpoint sees its whole sequence "
-                    "(is_causal false, or the name of such a class), so it cannot generate; use "
-                    "embed, or load a causal checkpoint"
-                )
-            named = ", ".join(self.checkpoint.spec.architectures) or "no architecture"
-            raise InputError(
-                f"this checkpoint ({named}) has no language model head; load a causal one"
-            )
-        return head
-
-    def _take_engine(
-        self, kv_cache_tokens: int | None, max_num_seqs: int | None, num_speculative_tokens: int
-    ) -> _IdleEngine:
+    def take(self, options: GenerateOptions) -> IdleEngine:
         """The idle engine where it was made for these options; else a new one.
 
         The old one is freed before, so that its memory counts as free. Sizes are not compared: what
         fits a GPU depends on what the idle engine holds.
         """
-        options = (kv_cache_tokens, max_num_seqs, num_speculative_tokens)
-        if self._idle_engines:
+        wanted = options.kv_cache_tokens, options.max_num_seqs, options.num_speculative_tokens
+        if self.idle:
             with suppress(IndexError):  # another thread took it
-                idle = self._idle_engines.pop()
-                if idle.options == options:
+                idle = self.idle.pop()
+                if idle.options == wanted:
                     return idle
                 del idle
-        sizes = self.generation_sizes(
-            kv_cache_tokens=kv_cache_tokens,
-            max_num_seqs=max_num_seqs,
-            num_speculative_tokens=num_speculative_tokens,
-        )
-        return _IdleEngine(options, sizes, self._build_engine(sizes))
+        sizes = self.sizes(options)
+        return IdleEngine(wanted, sizes, self.build(sizes))
 
-    def _build_engine(self, sizes: GenerationSizes, *, seed: int | None = None) -> GenerationEngine:
-        return build_engine(
-            self.checkpoint, self._lm_head(), sizes, seed=seed, cuda_graphs=self.cuda_graphs
-        )
+    def _lm_head(self) -> LmHead:
+        head, spec = self._checkpoint.heads.lm, self._checkpoint.spec
+        if head is None:
+            if spec.is_bidirectional:
+                raise InputError(
+                    "config.json says that every token of this checkpoint sees its whole sequence "
+                    "(is_causal false, or the name of such a class), so it cannot generate; use "
+                    "embed, or load a causal checkpoint"
+                )
+            named = ", ".join(spec.architectures) or "no architecture"
+            raise InputError(
+                f"this checkpoint ({named}) has no language model head; load a causal one"
+            )
+        return head
 
-    def _run_blocks(
-        self,
-        run: "GenerationRun",
-        taken: _IdleEngine,
-        prompts: Iterable[Prompt],
-    ) -> Generator[list[Any], None, None]:
-        """The run's results; keeps the engine for the next call."""
-        blocks = _one_by_one(run.outputs(prompts)) if run.streams else run.in_order(prompts)
-        try:
-            with closing(blocks):
-                yield from blocks
-        finally:
-            if not taken.engine.has_work:
-                self._idle_engines[:] = [taken]
+
+class HasEngines(Protocol):
+    """A Model, for a call that runs."""
+
+    engines: ModelEngines
+
+
+def run_generation(
+    call: GenerationCall[Any], model: HasEngines, *, stream: object, show_progress: bool
+) -> Results[Any] | Stream[Any]:
+    """Runs a call through the model's idle engine, or a new one.
+
+    stream: False, True for Generations in the order of the prompts, or "pieces".
+    """
+    if stream not in (False, True, "pieces"):
+        raise InputError(f"stream must be False, True or 'pieces', got {shown(stream)}")
+    taken = model.engines.take(call.options)
+    run = GenerationRun(call, taken, streams=stream == "pieces")
+    blocks = run.blocks(call.prompts, model.engines.idle)
+    if show_progress:
+        total = num_texts(call.prompts)
+        blocks = with_progress(blocks, run.num_done, title="generate", total=total)
+    if stream:
+        return Stream(blocks, run.stats)
+    items, stats = list(chain.from_iterable(blocks)), run.stats()
+    errors = {}
+    if stats.num_errors:
+        errors = {i: item for i, item in enumerate(items) if isinstance(item, InputError)}
+    return Results(items, stats, errors)
+
+
+def generate_one(
+    context: TaskContext, prompt: Prompt, params: SamplingParams | None, options: ChatOptions
+) -> PromptCall[AsyncGeneration]:
+    """The pieces of the outputs of one prompt as they are generated, params.n outputs.
+
+    prompt: a str, token ids, or a chat.  params: None is SamplingParams().
+    Iterate over what is returned with `async for`; each
+    piece is the new part of the output that its `index` names.  Its aclose, or cancelling the
+    task that waits for it, ends the generation.
+    """
+    params = SamplingParams() if params is None else params
+    _check(params, context.checkpoint)
+    return PromptCall(prompt, params, checked_options(options.chat_template_kwargs))
+
+
+@task(
+    item=Generation,
+    pieces=RequestOutput,
+    defaults={"params": None},
+    run=run_generation,
+    one=generate_one,
+)
+def generate(
+    context: TaskContext, prompts: Prompts, params: Params | None, options: GenerateOptions
+) -> GenerationCall[Results[Generation]]:
+    """Continues prompts, with as many at a time as their keys and values fit the cache.
+
+    prompts: each a str, a sequence of token ids, or a chat (a list of {"role", "content"}; what
+    else a message has reaches the chat template, too).
+    params: for all prompts, or a list with one for each; None is SamplingParams().
+    stream: True yields Generations in the order of the prompts, as they are done; "pieces"
+    yields RequestOutputs of all prompts as they are generated, where request_id is the index of
+    the prompt.
+    The engine of the sizes in the options is kept with its cache for the next call with the same.
+    show_progress: a bar on stderr that counts prompts.
+    """
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, list | tuple):
+        _check(params, context.checkpoint)
+    else:
+        if isinstance(prompts, Sized) and len(prompts) != len(params):
+            raise _count_error(len(params), len(prompts))
+        for index, each in enumerate(params):
+            try:
+                _check(each, context.checkpoint)
+            except InputError as error:
+                raise InputError(f"params[{index}]: {error}") from None
+    check_iterable("prompts", prompts)
+    return GenerationCall(prompts, params, prompt_reader(context.checkpoint, options), options)
+
+
+def prompt_reader(checkpoint: LoadedCheckpoint, options: ChatOptions) -> PromptReader:
+    """A reader of prompts of any kind."""
+    return PromptReader(
+        checkpoint.spec,
+        checkpoint.tokenizer,
+        chat_template=checkpoint.chat_template,
+        template_kwargs=options.chat_template_kwargs,
+    )
+
+
+def _check(params: object, checkpoint: LoadedCheckpoint) -> None:
+    """Raises InputError for wrong parameters, before any prompt is read."""
+    if not isinstance(params, SamplingParams):
+        raise InputError(f"params must be SamplingParams, got {type(params).__name__}")
+    params.check_vocab(checkpoint.spec.vocab_size)
+    # Raises where a default excludes it.
+    params.resolved(checkpoint.generation.sampling, num_prompt_tokens=0)
+    if params.stop and checkpoint.tokenizer is None:
+        raise InputError(
+            "stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids"
+        )
 
 
 class GenerationRun:
@@ -325,29 +274,19 @@ class GenerationRun:
     steps ahead.
     """
 
-    def __init__(
-        self,
-        engine: GenerationEngine,
-        reader: PromptReader,
-        params: SamplingParams | Sequence[SamplingParams],
-        *,
-        read_ahead: int,
-        streams: bool,
-        keeps_errors: bool,
-    ):
-        """params: for all prompts, or one for each.  read_ahead: prompts read at a time.
-
-        streams: whether each token gives a RequestOutput.
-        keeps_errors: a bad prompt gives a RequestOutput with its error, instead of raising it.
-        """
-        self._engine, self._reader, self._params = engine, reader, params
-        self._read_ahead, self.streams = read_ahead, streams
-        self._keeps_errors = keeps_errors
+    def __init__(self, call: GenerationCall[Any], taken: IdleEngine, *, streams: bool):
+        """streams: whether each token gives a RequestOutput."""
+        self._taken, self._engine = taken, taken.engine
+        self._reader, self._params = call.reader, call.params
+        self._read_ahead, self._streams = taken.sizes.max_num_seqs, streams
+        # A bad prompt gives a RequestOutput with its error, instead of raising it.
+        self._keeps_errors = call.options.on_error == "return"
         self._prompt_indices: dict[int, int] = {}  # unfinished requests, by request id
         self._num_unfinished: dict[int, int] = {}  # outputs, by request id
-        self._num_prompt_tokens: dict[int, int] = {}  # unfinished prompts, by prompt index
+        # (tokens of the prompt, number of outputs) of unfinished prompts, by prompt index
+        self._added: dict[int, tuple[int, int]] = {}
         self._num_read = self._num_tokens = self._num_errors = 0
-        self._start, self._drafts_before = perf_counter(), engine.draft_counts
+        self._start, self._drafts_before = perf_counter(), self._engine.draft_counts
 
     def num_done(self) -> int:
         """Prompts whose outputs have ended, or that were refused."""
@@ -367,7 +306,17 @@ class GenerationRun:
             num_accepted_tokens=num_accepted_tokens,
         )
 
-    def outputs(self, prompts: Iterable[Prompt]) -> Generator[RequestOutput, None, None]:
+    def blocks(self, prompts: Prompts, idle: list[IdleEngine]) -> Generator[list[Any], None, None]:
+        """The results, some at a time.  idle: gets the engine at the end."""
+        blocks = _one_by_one(self.outputs(prompts)) if self._streams else self.in_order(prompts)
+        try:
+            with closing(blocks):
+                yield from blocks
+        finally:
+            if not self._engine.has_work:
+                idle[:] = [self._taken]
+
+    def outputs(self, prompts: Prompts) -> Generator[RequestOutput, None, None]:
         """RequestOutputs as they are generated; request_id is the index of the prompt."""
         waiting, may_have_more = iter(prompts), True
         try:
@@ -375,16 +324,15 @@ class GenerationRun:
                 if may_have_more and len(self._prompt_indices) <= self._read_ahead:
                     batch = list(islice(waiting, self._read_ahead))
                     may_have_more = bool(batch)
-                    self._check_count(len(batch))
+                    if not isinstance(self._params, SamplingParams):
+                        self._check_count(len(self._params), len(batch))
                     yield from self._add(batch)
                 for output in self._engine.step():
                     yield self._with_prompt_index(output)
         finally:
             self._abort()
 
-    def in_order(
-        self, prompts: Iterable[Prompt]
-    ) -> Generator[list[Generation | InputError], None, None]:
+    def in_order(self, prompts: Prompts) -> Generator[list[Generation | InputError], None, None]:
         """Generations in the order of the prompts, each as soon as those before it are done."""
         outputs_of: dict[int, list[RequestOutput]] = defaultdict(list)  # by prompt index
         done: dict[int, Generation | InputError] = {}
@@ -394,8 +342,7 @@ class GenerationRun:
                 index = output.request_id
                 outputs_of[index].append(output)
                 # A refused prompt has one RequestOutput; any other has one for each of its n.
-                was_added = index in self._num_prompt_tokens
-                if len(outputs_of[index]) < (self._params_of(index).n if was_added else 1):
+                if len(outputs_of[index]) < self._added.get(index, (0, 1))[1]:
                     continue
                 done[index] = self._generation(index, outputs_of.pop(index))
                 while next_index in done:
@@ -409,38 +356,30 @@ class GenerationRun:
         for token_ids in self._reader.read(prompts):
             index = self._num_read
             self._num_read += 1
+            if isinstance(token_ids, InputError):
+                yield self._failed(index, copy(token_ids))  # frames hold the other
+                continue
+            params = (
+                self._params if isinstance(self._params, SamplingParams) else self._params[index]
+            )
             try:
-                self._add_one(index, token_ids)
+                added = self._engine.add_request(token_ids, params, streams=self._streams)
             except InputError as error:
-                yield self._failed(index, error)
+                yield self._failed(index, type(error)(f"prompts[{index}]: {error}"))
+                continue
+            self._prompt_indices[added], self._num_unfinished[added] = index, params.n
+            if not self._streams:
+                self._added[index] = len(token_ids), params.n
+            self._num_tokens += len(token_ids)
 
-    def _params_of(self, index: int) -> SamplingParams:
-        params = self._params
-        return params if isinstance(params, SamplingParams) else params[index]
-
-    def _check_count(self, num_more: int) -> None:
+    def _check_count(self, num_params: int, num_more: int) -> None:
         """Raises InputError where the number of params differs from the number of prompts.
 
         num_more: prompts that were just read; 0 at the end of the prompts.
         """
-        if isinstance(self._params, SamplingParams):
-            return
-        num_prompts, num_params = self._num_read + num_more, len(self._params)
+        num_prompts = self._num_read + num_more
         if num_prompts > num_params or (not num_more and num_prompts < num_params):
             raise _count_error(num_params, f"{num_prompts}{' or more' if num_more else ''}")
-
-    def _add_one(self, index: int, token_ids: list[int] | InputError) -> None:
-        if isinstance(token_ids, InputError):
-            raise copy(token_ids)  # frames hold the other
-        params = self._params_of(index)
-        try:
-            request_id = self._engine.add_request(token_ids, params, streams=self.streams)
-        except InputError as error:
-            raise type(error)(f"prompts[{index}]: {error}") from None
-        self._prompt_indices[request_id], self._num_unfinished[request_id] = index, params.n
-        if not self.streams:
-            self._num_prompt_tokens[index] = len(token_ids)
-        self._num_tokens += len(token_ids)
 
     def _with_prompt_index(self, output: RequestOutput) -> RequestOutput:
         """The output with the index of its prompt instead of the engine's request id."""
@@ -461,7 +400,7 @@ class GenerationRun:
     ) -> RequestOutput:
         if not self._keeps_errors:
             try:
-                raise error
+                raise error from None  # it was said again, with the index
             finally:
                 del error  # its frames, of which this is one, would hold it
         self._num_errors += 1
@@ -471,13 +410,17 @@ class GenerationRun:
 
     def _generation(self, index: int, outputs: list[RequestOutput]) -> Generation | InputError:
         """The result of a prompt from its whole outputs, one for each of its n."""
-        num_prompt_tokens = self._num_prompt_tokens.pop(index, 0)
+        num_prompt_tokens, _ = self._added.pop(index, (0, 1))
         for output in outputs:
             if output.error is not None:
                 return output.error
-        outputs = sorted(outputs, key=lambda output: output.index)
-        texts = tuple(map(_generated_text, outputs))
-        return Generation(num_prompt_tokens, texts, outputs[0].prompt_logprobs)
+        outputs = sorted(outputs, key=attrgetter("index"))
+        texts = []
+        for one in outputs:
+            assert one.finish_reason is not None  # whole outputs have ended
+            found = one.text, one.token_ids, one.finish_reason, one.stop, one.logprobs
+            texts.append(GeneratedText(*found))
+        return Generation(num_prompt_tokens, tuple(texts), outputs[0].prompt_logprobs)
 
     def _abort(self) -> None:
         """Aborts unfinished requests, so that the engine is idle and all its pages are free."""
@@ -487,12 +430,6 @@ class GenerationRun:
         self._num_unfinished.clear()
         while self._engine.has_work:
             self._engine.step()
-
-
-def _generated_text(output: RequestOutput) -> GeneratedText:
-    reason = output.finish_reason
-    assert reason is not None  # whole outputs have ended
-    return GeneratedText(output.text, output.token_ids, reason, output.stop, output.logprobs)
 
 
 def _count_error(num_params: int, num_prompts: int | str) -> InputError:

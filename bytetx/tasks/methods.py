@@ -18,8 +18,12 @@ class ModelTasks:
 class AsyncModelTasks:
     """A coroutine for each declared task.
 
+    A task on one input has a method of that input, which gives an asynchronous iterator.
     priority: lower numbers run first.  timeout_s: seconds until a DeadlineError.
     """
 
     async def _run_task(self, spec: Any, inputs: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def _run_one(self, spec: Any, inputs: tuple[Any, ...], given: dict[str, Any]) -> Any:
         raise NotImplementedError

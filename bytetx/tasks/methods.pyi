@@ -1,18 +1,23 @@
 """Written by tests/method_stubs.py from the declared tasks; not edited by hand."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from numpy import ndarray
 from numpy.typing import ArrayLike
 
 from bytetx.errors import InputError
+from bytetx.generate.outputs import RequestOutput
+from bytetx.requests.prompts import ChatPrompt
+from bytetx.sampling_params import SamplingParams
 from bytetx.tasks.embed_all import AllEmbeddings
+from bytetx.tasks.generation_stream import AsyncGeneration
 from bytetx.tasks.results import (
     Answer,
     Embeddings,
     Entity,
     Fill,
+    Generation,
     Hit,
     Label,
     Likelihood,
@@ -381,6 +386,76 @@ class ModelTasks:
         show_progress: bool = False,
     ) -> Stream[list[Fill] | InputError]: ...
     @overload
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int] | ndarray | Sequence[Mapping[str, Any]] | ChatPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
+        on_error: Literal["raise"] = ...,
+        stream: Literal[False] = ...,
+        show_progress: bool = False,
+    ) -> Results[Generation]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int] | ndarray | Sequence[Mapping[str, Any]] | ChatPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
+        on_error: Literal["return"],
+        stream: Literal[False] = ...,
+        show_progress: bool = False,
+    ) -> Results[Generation | InputError]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int] | ndarray | Sequence[Mapping[str, Any]] | ChatPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
+        on_error: Literal["raise"] = ...,
+        stream: Literal[True],
+        show_progress: bool = False,
+    ) -> Stream[Generation]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int] | ndarray | Sequence[Mapping[str, Any]] | ChatPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
+        on_error: Literal["return"],
+        stream: Literal[True],
+        show_progress: bool = False,
+    ) -> Stream[Generation | InputError]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[str | Sequence[int] | ndarray | Sequence[Mapping[str, Any]] | ChatPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
+        on_error: Literal["raise", "return"] = ...,
+        stream: Literal["pieces"],
+        show_progress: bool = False,
+    ) -> Stream[RequestOutput]: ...
+    @overload
     def hidden_states(
         self,
         texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
@@ -710,6 +785,15 @@ class AsyncModelTasks:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Results[list[Fill] | InputError]: ...
+    def generate(
+        self,
+        prompt: str | Sequence[int] | ndarray | Sequence[Mapping[str, Any]] | ChatPrompt,
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> AsyncGeneration: ...
     @overload
     async def hidden_states(
         self,

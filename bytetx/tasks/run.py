@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -93,32 +93,33 @@ def windows(
         yield window
 
 
-def perform(call: TaskCall[T], engine: EncodeEngine, *, show_progress: bool = False) -> T:
-    """All results of a call, computed in this thread."""
-    run = CallRun(call)
-    steps = _steps(run, engine)
-    for _ in _with_bar(run, steps) if show_progress else steps:
+class HasEncoder(Protocol):
+    """A Model, for a call that runs."""
+
+    encoder: EncodeEngine
+
+
+def run_encode(
+    call: TaskCall[Any], model: HasEncoder, *, stream: object, show_progress: bool
+) -> Any:
+    """All results of a call, computed in this thread; or a Stream, while it is read.
+
+    Raises OptionError for a stream where results depend on all texts.
+    """
+    if stream and call.why_no_stream is not None:
+        raise OptionError(call.why_no_stream)
+    sink = ListSink[Results[Any]](lambda results: results) if stream else None
+    run = CallRun(call, sink=sink)
+    steps = _steps(run, model.encoder)
+    if show_progress:
+        title, total = call.title, run.num_given
+        steps = with_progress(steps, run.counter.num_done, title=title, total=total)
+    if sink is not None:
+        return Stream(_by_windows(steps, sink), run.counter.stats)
+    for _ in steps:
         pass
     stats = run.counter.stats()
-    result: T = run.sink.result(stats.num_texts, stats)
-    return result
-
-
-def stream(
-    call: TaskCall[Any], engine: EncodeEngine, *, show_progress: bool = False
-) -> Stream[Any]:
-    """The results of a call, computed in the reader's thread while they are read.
-
-    Raises OptionError where results depend on all texts.
-    """
-    if call.why_no_stream is not None:
-        raise OptionError(call.why_no_stream)
-    sink = ListSink[Results[Any]](lambda results: results)
-    run = CallRun(call, sink=sink)
-    steps = _steps(run, engine)
-    if show_progress:
-        steps = _with_bar(run, steps)
-    return Stream(_by_windows(steps, sink), run.counter.stats)
+    return run.sink.result(stats.num_texts, stats)
 
 
 def _by_windows(
@@ -131,12 +132,6 @@ def _by_windows(
             if window is not None:
                 yield sink.take(window.start, window.num_texts)
                 process.check("a stream of results")
-
-
-def _with_bar(
-    run: CallRun[Any], steps: Generator[Window | None, None, None]
-) -> Generator[Window | None, None, None]:
-    return with_progress(steps, run.counter.num_done, title=run.call.title, total=run.num_given)
 
 
 def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, None, None]:

@@ -12,8 +12,8 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_type_hints
 
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.requests.inputs import Input
-from bytetx.tasks.call import TaskCall
 from bytetx.tasks.methods import AsyncModelTasks, ModelTasks
+from bytetx.tasks.run import run_encode
 
 Texts = Iterable[Input]
 Pairs = Iterable[tuple[str, str]]
@@ -43,7 +43,8 @@ class TaskOptions:
     )
 
     def __post_init__(self) -> None:
-        keeps_bad_texts(self.on_error)
+        if self.on_error not in ("raise", "return"):
+            raise InputError(f"on_error must be 'raise' or 'return', got {shown(self.on_error)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +99,8 @@ class PromptOptions(TaskOptions):
     prompt_name: str | None = option(None, "The prompt of the checkpoint with this name.")
 
 
-def keeps_bad_texts(on_error: str) -> bool:
-    """Whether a bad text's error takes the place of its result. InputError for another value."""
-    if on_error not in ("raise", "return"):
-        raise InputError(f"on_error must be 'raise' or 'return', got {shown(on_error)}")
-    return on_error == "return"
+def _is_quick(*inputs: Any) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -110,20 +108,29 @@ class TaskSpec:
     """A declared task.
 
     name: of the methods.  inputs: names of the arguments before the options, with their types.
+    defaults: of inputs that may be left out.
     options: the dataclass.  start: (TaskContext, *inputs, options) -> Call.  item: the type of a
-    result in a stream; None where the task gives no stream.  result: the type of all results.
+    result in a stream; None where the task gives no stream.  pieces: that of stream="pieces",
+    where the task has such a stream.  result: the type of all results.
+    run: (call, model, stream=, show_progress=) -> results or a stream.
+    one: the task on one input, which AsyncModel's method takes and answers without a coroutine;
+    None where it takes the same inputs as Model's.
     is_slow: whether making the Call takes long enough for a thread of its own.  has_route: whether
     POST /tasks takes it.
     """
 
     name: str
     inputs: Mapping[str, Any]
-    options: type[TaskOptions]
-    start: Callable[..., TaskCall[Any]]
-    item: Any
+    options: type[Any]
+    start: Callable[..., Any]
     result: Any
-    is_slow: Callable[..., bool]
-    has_route: bool
+    item: Any = None
+    pieces: Any = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    run: Callable[..., Any] = run_encode
+    one: "TaskSpec | None" = None
+    is_slow: Callable[..., bool] = _is_quick
+    has_route: bool = False
 
     @property
     def doc(self) -> str:
@@ -148,7 +155,12 @@ class TaskSpec:
         hints = get_type_hints(self.options)
         own = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
         inputs = [
-            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            Parameter(
+                name,
+                Parameter.POSITIONAL_OR_KEYWORD,
+                default=self.defaults.get(name, Parameter.empty),
+                annotation=kind,
+            )
             for name, kind in self.inputs.items()
         ]
         options = [
@@ -158,13 +170,14 @@ class TaskSpec:
         more = [Parameter(name, Parameter.KEYWORD_ONLY, default=run[name]) for name in run]
         return Signature([own, *inputs, *options, *more])
 
-    def bind(
-        self, inputs: Sequence[Any], given: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], TaskOptions]:
+    def bind(self, inputs: Sequence[Any], given: dict[str, Any]) -> tuple[list[Any], Any]:
         """(inputs, options) of a call. Raises TypeError as a function with this signature does."""
-        names = list(self.inputs)
-        by_name = [given.pop(name) for name in names[len(inputs) :] if name in given]
-        bound = (*inputs, *by_name)
+        names, bound = list(self.inputs), list(inputs)
+        for name in names[len(inputs) :]:
+            if name in given:
+                bound.append(given.pop(name))
+            elif name in self.defaults:
+                bound.append(self.defaults[name])
         if len(bound) != len(names):
             raise TypeError(f"{self.name}() takes {', '.join(names)} and then options by name")
         try:
@@ -182,40 +195,50 @@ class TaskSpec:
 TASKS: dict[str, TaskSpec] = {}
 
 
-def _is_quick(*inputs: Any) -> bool:
-    return False
-
-
 def task(
-    *, item: Any = None, is_slow: Callable[..., bool] = _is_quick, has_route: bool = False
-) -> Callable[[Callable[P, TaskCall[T]]], Callable[P, TaskCall[T]]]:
+    *,
+    item: Any = None,
+    pieces: Any = None,
+    defaults: Mapping[str, Any] | None = None,
+    run: Callable[..., Any] = run_encode,
+    one: Callable[..., Any] | None = None,
+    is_slow: Callable[..., bool] = _is_quick,
+    has_route: bool = False,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Declares a task: a function (context, inputs..., options) -> Call.
 
     Its name is that of the methods, its docstring theirs; the annotation of `options` is the
     dataclass of options, the argument of Call the type of all results.
-    item, is_slow, has_route: as of TaskSpec.  A task with a route has texts as its only input and
-    gives Results of dataclasses, whose size a request must not multiply without bound.
+    one: such a function, too.  All else is as of TaskSpec.  A task with a route has texts as its
+    only input and gives Results of dataclasses, whose size a request must not multiply without
+    bound.
     """
 
-    def declare(start: Callable[P, TaskCall[T]]) -> Callable[P, TaskCall[T]]:
-        hints = get_type_hints(start)
-        inputs = list(signature(start).parameters)[1:-1]
-        name = start.__name__
+    def declare(start: Callable[P, T]) -> Callable[P, T]:
+        name, given = start.__name__, defaults or {}
         spec = TaskSpec(
             name,
-            {given: hints[given] for given in inputs},
-            hints["options"],
-            start,
-            item,
-            get_args(hints["return"])[0],
-            is_slow,
-            has_route,
+            *_declared(start),
+            item=item,
+            pieces=pieces,
+            defaults=given,
+            run=run,
+            one=None if one is None else TaskSpec(name, *_declared(one), defaults=given),
+            is_slow=is_slow,
+            has_route=has_route,
         )
         TASKS[name] = spec
         _attach(spec)
         return start
 
     return declare
+
+
+def _declared(start: Callable[..., Any]) -> tuple[Mapping[str, Any], type[Any], Any, Any]:
+    """(inputs, options, start, result) of a TaskSpec."""
+    hints = get_type_hints(start)
+    inputs = {name: hints[name] for name in list(signature(start).parameters)[1:-1]}
+    return inputs, hints["options"], start, get_args(hints["return"])[0]
 
 
 def _attach(spec: TaskSpec) -> None:
@@ -227,11 +250,15 @@ def _attach(spec: TaskSpec) -> None:
     async def async_method(self: Any, *inputs: Any, **given: Any) -> Any:
         return await self._run_task(spec, inputs, given)
 
+    def method_of_one(self: Any, *inputs: Any, **given: Any) -> Any:
+        return self._run_one(spec.one, inputs, given)
+
     run = (
         {"show_progress": False} if spec.item is None else {"stream": False, "show_progress": False}
     )
     _put(ModelTasks, method, spec, run)
-    _put(AsyncModelTasks, async_method, spec, {"priority": 0, "timeout_s": None})
+    own = async_method if spec.one is None else method_of_one
+    _put(AsyncModelTasks, own, spec.one or spec, {"priority": 0, "timeout_s": None})
 
 
 def _put(owner: type, method: Callable[..., Any], spec: TaskSpec, run: dict[str, Any]) -> None:

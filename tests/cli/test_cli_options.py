@@ -6,12 +6,16 @@ import typer.main
 import bytetx.tasks.catalog  # noqa: F401  (declares the tasks)
 from bytetx.cli.commands import app
 from bytetx.cli.files.options import JobOptions
+from bytetx.sampling_params import SamplingParams
 from bytetx.tasks.task import TASKS
 
 COMMANDS = ("embed", "embed_sparse", "embed_tokens", "classify", "tag", "answer", "fill_mask")
-COMMANDS += ("score", "rerank")
-# The query and its file are inputs.
-INPUTS = {"rerank": {"query", "query_file"}}
+COMMANDS += ("score", "rerank", "generate")
+# The query and its file are inputs, and so are sampling parameters.
+INPUTS = {
+    "rerank": {"query", "query_file"},
+    "generate": {"generation_config", *SamplingParams.__dataclass_fields__},
+}
 
 
 @pytest.mark.parametrize("name", COMMANDS)

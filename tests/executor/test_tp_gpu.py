@@ -168,8 +168,8 @@ def test_captured_steps_are_eager_ones_bit_for_bit(ranks: Ranks, llama: Path) ->
     # Both know the prompts' pages now: steps of fewer rows, whose GEMMs may sum in other parts.
     found, wanted = (model.generate(prompts[::-1], GREEDY) for model in (captured, eager))
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
-    assert captured._idle_engines[0].engine._runner.num_graphs
-    assert not eager._idle_engines[0].engine._runner.num_graphs
+    assert captured.engines.idle[0].engine._runner.num_graphs
+    assert not eager.engines.idle[0].engine._runner.num_graphs
     sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
     found, wanted = (model.generate(prompts, sampled) for model in (captured, eager))
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]

@@ -107,7 +107,7 @@ def test_drafts_give_the_tokens_of_the_cpu(
     for _ in range(3):  # the later ones from graphs, where the device captures them
         found = token_ids(on_gpu, prompts, params, num_speculative_tokens=MAX_DRAFT)
         assert found == wanted
-    engine = on_gpu._idle_engines[0].engine
+    engine = on_gpu.engines.idle[0].engine
     assert engine.draft_counts[1] > 50
     assert num_free_pages(engine) == engine._scheduler.pages.num_pages
 
@@ -134,7 +134,7 @@ def test_graphs_and_eager_give_the_same_tokens(half: tuple[Path, str]) -> None:
         for _ in range(2):
             wanted = token_ids(eager, prompts, params, max_num_seqs=16)
             assert token_ids(captured, prompts, params, max_num_seqs=16) == wanted
-    engine, plain = captured._idle_engines[0].engine, eager._idle_engines[0].engine
+    engine, plain = captured.engines.idle[0].engine, eager.engines.idle[0].engine
     assert plain.num_graphs == 0
     if engine._runner.is_capturable:
         assert engine.num_graphs > 0
@@ -147,7 +147,7 @@ def test_steps_in_flight_change_no_bit(half: tuple[Path, str], monkeypatch) -> N
     prompts = random_prompts(30, longest=100, seed=2)
     params = [SamplingParams(seed=i, max_tokens=10 + i, ignore_eos=True) for i in range(30)]
     wanted = token_ids(model, prompts, params)
-    model._idle_engines.clear()
+    model.engines.idle.clear()
     monkeypatch.setattr(ModelRunner, "runs_ahead", False)
     assert token_ids(model, prompts, params) == wanted
 
@@ -218,7 +218,7 @@ def test_nan_weights_end_requests_with_an_error(tmp_path: Path) -> None:
     model = bytetx.load(save_causal(tmp_path, "llama"), device="cuda", dtype="float32")
     prompts = random_prompts(3)
     wanted = token_ids(model, prompts, GREEDY)
-    engine = model._idle_engines[0].engine
+    engine = model.engines.idle[0].engine
     weight = model.transformer.layers.final_norm.weight
     kept = weight.clone()
     weight.fill_(torch.nan)

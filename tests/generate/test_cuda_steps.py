@@ -102,7 +102,7 @@ def test_padded_steps_give_what_plain_ones_do(
         assert tokens_of(model, params, max_num_seqs=5) == wanted
     small = Model(model.checkpoint, token_budget=12, cuda_graphs=cuda_graphs)
     assert tokens_of(small, params, max_num_seqs=7, kv_cache_tokens=130) == wanted
-    engine = small._idle_engines[0].engine
+    engine = small.engines.idle[0].engine
     assert engine._scheduler.num_preempted > 0
     assert (engine.num_graphs > 0) == cuda_graphs
     assert num_free_pages(engine) == engine._scheduler.pages.num_pages
@@ -163,7 +163,7 @@ def test_padded_steps_with_drafts_give_what_plain_ones_do(
     for sizes in ({}, {"max_num_seqs": 5}, {"max_num_seqs": 2, "kv_cache_tokens": 130}):
         for _ in range(2):
             assert tokens_of(model, params, num_speculative_tokens=MAX_DRAFT, **sizes) == wanted
-        engine = model._idle_engines[0].engine
+        engine = model.engines.idle[0].engine
         assert engine.draft_counts[1] > 50
         assert num_free_pages(engine) == engine._scheduler.pages.num_pages
     assert all(is_run for num_samples, is_run in seen if num_samples > 1)
@@ -219,7 +219,7 @@ def test_graphs_go_before_a_step_fails(
 ) -> None:
     model = bytetx.load(folder, device="cpu")
     wanted = tokens_of(model, GREEDY)
-    engine, forward = model._idle_engines[0].engine, model.transformer.forward
+    engine, forward = model.engines.idle[0].engine, model.transformer.forward
     assert engine.num_graphs > 0
 
     def short_of_memory(batch: object, **options: object) -> torch.Tensor:
@@ -237,14 +237,14 @@ def test_no_cycle_holds_an_engine(folder: Path, like_a_gpu: None) -> None:
     """Its cache is most of a GPU's memory, and the next engine wants it."""
     model = bytetx.load(folder, device="cpu")
     tokens_of(model, GREEDY)
-    engine = model._idle_engines[0].engine
+    engine = model.engines.idle[0].engine
     gone = [weakref.ref(engine), weakref.ref(engine._runner.cache.layers[0].k_cache)]
     for captured in engine._runner._steps._graphs._graphs.values():
         captured.graph.compute = None  # a real one does not hold what it was captured from
     gc.collect()
     gc.disable()
     try:
-        model._idle_engines.clear()
+        model.engines.idle.clear()
         del engine
         assert [ref() for ref in gone] == [None, None]
     finally:
@@ -287,6 +287,6 @@ def test_small_steps_of_prompts_are_captured(folder: Path, like_a_gpu: None) -> 
     model = bytetx.load(folder, device="cpu")
     for _ in range(3):
         tokens_of(model, GREEDY, max_num_seqs=3)
-        model._idle_engines[0].engine._scheduler.pages.reset_prefix_cache()  # the same steps again
-    graphs = model._idle_engines[0].engine._runner._steps._graphs._graphs
+        model.engines.idle[0].engine._scheduler.pages.reset_prefix_cache()  # the same steps again
+    graphs = model.engines.idle[0].engine._runner._steps._graphs._graphs
     assert {layout.is_decode for layout, _ in graphs} == {True, False}

@@ -412,7 +412,7 @@ def test_every_family_gives_the_tokens_without_drafts(
             drafted, accepted = found.stats.num_draft_tokens, found.stats.num_accepted_tokens
             assert 0.3 * drafted < accepted < 0.9 * drafted and accepted > 30
             assert plain.stats.num_draft_tokens == 0
-            engine = model._idle_engines[0].engine
+            engine = model.engines.idle[0].engine
             assert num_free_pages(engine) == engine._scheduler.pages.num_pages
 
 

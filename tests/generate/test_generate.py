@@ -52,13 +52,13 @@ def test_greedy_as_transformers(name: str, tmp_path: Path) -> None:
     assert alone == wanted
     again = model.generate(prompts, GREEDY)  # now with the pages of the first time
     assert [answer.token_ids for answer in again] == wanted
-    assert model._idle_engines[0].engine._scheduler.num_cached_tokens == 32
+    assert model.engines.idle[0].engine._scheduler.num_cached_tokens == 32
     pieces = Model(checkpoint, token_budget=5)  # prompts in pieces of up to 5 tokens
     assert [answer.token_ids for answer in pieces.generate(prompts, GREEDY)] == wanted
     tight = Model(checkpoint)  # five pages: sequences throw each other out
     found = tight.generate(prompts, GREEDY, kv_cache_tokens=80)
     assert [answer.token_ids for answer in found] == wanted
-    assert tight._idle_engines[0].engine._scheduler.num_preempted
+    assert tight.engines.idle[0].engine._scheduler.num_preempted
 
 
 def test_dynamic_scaling_in_pieces_beyond_the_trained_positions(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_dynamic_scaling_in_pieces_beyond_the_trained_positions(tmp_path: Path) 
         for _ in range(2):
             answers = model.generate(prompts, GREEDY, kv_cache_tokens=cache)
             assert [answer.token_ids for answer in answers] == wanted
-        scheduler = model._idle_engines[0].engine._scheduler
+        scheduler = model.engines.idle[0].engine._scheduler
         assert bool(scheduler.num_preempted) == (cache is not None)
 
 
@@ -332,7 +332,7 @@ def test_half_types_hold_their_own_cache(dtype: str, tmp_path: Path) -> None:
     prompts = random_ids(SEQLENS)
     together = [answer.token_ids for answer in model.generate(prompts, GREEDY)]
     assert together == [model.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
-    engine = model._idle_engines[0].engine
+    engine = model.engines.idle[0].engine
     assert engine._runner.cache.layers[0].k_cache.dtype == model.checkpoint.dtype
 
 
@@ -376,9 +376,9 @@ def test_the_engine_of_the_same_options_is_kept(
     model = bytetx.load(tmp_path, device="cpu")
     params = SamplingParams(temperature=0, max_tokens=2)
     model.generate([[5, 6]], params)
-    engine = model._idle_engines[0].engine
+    engine = model.engines.idle[0].engine
     monkeypatch.setattr("bytetx.generate.build._cache_limit_bytes", lambda device: 1 << 16)
     model.generate([[5, 6]], params)
-    assert model._idle_engines[0].engine is engine
+    assert model.engines.idle[0].engine is engine
     model.generate([[5, 6]], params, max_num_seqs=3)
-    assert model._idle_engines[0].engine is not engine
+    assert model.engines.idle[0].engine is not engine

@@ -37,12 +37,12 @@ def test_a_stream_that_is_dropped_leaves_the_engine_whole(model: Model) -> None:
     params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
     own = Model(model.checkpoint)
     wanted = [answer.token_ids for answer in own.generate(TEXTS, params)]
-    engine = own._idle_engines[0].engine
+    engine = own.engines.idle[0].engine
     for stream in ("pieces", True):
         dropped = own.generate(TEXTS * 3, params, stream=stream)
         next(dropped)
         dropped.close()
-        assert own._idle_engines[0].engine is engine and not engine.has_work
+        assert own.engines.idle[0].engine is engine and not engine.has_work
     pages = engine._scheduler.pages
     assert pages.num_available == pages.num_pages
     assert [answer.token_ids for answer in own.generate(TEXTS, params)] == wanted

@@ -4,13 +4,14 @@ import ast
 import asyncio
 import inspect
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import save_causal, save_checkpoint
 from method_stubs import STUB, stub
 from serving import InProcess
 
@@ -23,6 +24,7 @@ from bytetx.serve.settings import ServeSettings, model_sources
 from bytetx.tasks import catalog
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
+from bytetx.tasks.generate import ChatOptions, GenerateOptions
 from bytetx.tasks.results import Results
 from bytetx.tasks.task import TASKS, TextOptions, Texts, option, task
 
@@ -134,6 +136,49 @@ def test_a_declared_task_has_a_route(folder: Path) -> None:
     for wrong in ({"texts": "a"}, {"task": "embed"}, {"task": "nonsense"}, {"scale": 2}):
         assert server.post("/tasks", body | wrong).status_code == 422, wrong
     assert "first_norm" in server.get("/info").json()["tasks"]
+
+
+def test_generate_is_a_declared_task(tmp_path: Path) -> None:
+    """Its methods take the options of its dataclass; AsyncModel's those of one prompt."""
+    model = bytetx.load(save_causal(tmp_path), device="cpu")
+    options = {entry.name for entry in fields(GenerateOptions)}
+    inputs = {"prompts", "params", "stream", "show_progress"}
+    own = inspect.signature(model.generate).parameters
+    assert own.keys() == options | inputs and own["params"].default is None
+    for entry in fields(GenerateOptions):
+        assert own[entry.name].default == entry.default
+        assert f"{entry.name}: " in str(model.generate.__doc__)
+    one = inspect.signature(bytetx.AsyncModel.generate).parameters
+    queue = {"self", "prompt", "params", "priority", "timeout_s"}
+    assert one.keys() == queue | {entry.name for entry in fields(ChatOptions)}
+    with pytest.raises(TypeError, match=r"generate\(\) takes prompts, params"):
+        model.generate()
+    with pytest.raises(TypeError, match=r"generate\(\) got an unexpected .* 'max_tokens'"):
+        model.generate(["a"], max_tokens=4)
+    wrong: dict[str, object] = {
+        "kv_cache_tokens": 0,
+        "max_num_seqs": True,
+        "num_speculative_tokens": -1,
+        "chat_template_kwargs": 3,
+    }
+    for name, value in wrong.items():
+        for call in (model.generate, partial(model.generate, stream=True)):
+            with pytest.raises(OptionError, match=name):
+                call(["a"], **{name: value})
+        if name != "chat_template_kwargs":
+            with pytest.raises(OptionError, match=name):
+                model.engine(**{name: value})
+
+    async def ask() -> None:
+        async with bytetx.AsyncModel(model) as shared:
+            with pytest.raises(TypeError, match=r"generate\(\) got an .* 'kv_cache_tokens'"):
+                shared.generate("a", kv_cache_tokens=64)
+            params = bytetx.SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+            pieces = [piece async for piece in shared.generate(prompt="a fox", params=params)]
+            found = tuple(token for piece in pieces for token in piece.token_ids)
+            assert found == tuple(model.generate(["a fox"], params)[0].token_ids)
+
+    asyncio.run(ask())
 
 
 def test_methods_have_types() -> None:
