@@ -205,18 +205,10 @@ class CudaQueue:
         step: Step,
         task: Computation,
     ) -> CapturedStep | None:
-        key = (layout.bucket, capture.key)
-        captured = graphs.find(key)
-        if captured is None and graphs.is_due(key):
-            max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=True)
-            captured = graphs.capture(
-                key,
-                partial(_compute, self._transformer, layout, step, task, max_seqlen),
-                num_ints=layout.num_ints,
-                total_tokens=layout.bucket.total_tokens,
-                keep=task,
-            )
-        return captured
+        key, sizes = (layout.bucket, capture.key), (layout.num_ints, layout.bucket.total_tokens)
+        max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=True)
+        compute = partial(_compute, self._transformer, layout, step, task, max_seqlen)
+        return graphs.find_or_capture(key, lambda: graphs.capture(key, compute, *sizes, keep=task))
 
     def _copy_out(
         self, outputs: tuple[torch.Tensor, ...], *, is_static: bool

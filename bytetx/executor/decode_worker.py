@@ -43,12 +43,9 @@ class DecodeRunner:
         compute = partial(self._compute, layout, is_greedy)
         captured = None
         if is_captured:
-            key = (layout, is_greedy)
-            captured = self._graphs.find(key)
-            if captured is None and self._graphs.is_due(key):
-                captured = self._graphs.capture(
-                    key, compute, num_ints=layout.num_ints, total_tokens=layout.num_rows
-                )
+            key, sizes = (layout, is_greedy), (layout.num_ints, layout.num_rows)
+            capture = partial(self._graphs.capture, key, compute, *sizes)
+            captured = self._graphs.find_or_capture(key, capture)
         if captured is not None:
             captured.graph.replay()
             return

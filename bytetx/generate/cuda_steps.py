@@ -127,12 +127,9 @@ class CudaSteps:
         compute = partial(self._compute, layout, is_greedy)
         captured = None
         if self._graphs is not None:
-            key = (layout, is_greedy)
-            captured = self._graphs.find(key)
-            if captured is None and self._graphs.is_due(key):
-                captured = self._graphs.capture(
-                    key, compute, num_ints=layout.num_ints, total_tokens=layout.num_rows
-                )
+            key, sizes = (layout, is_greedy), (layout.num_ints, layout.num_rows)
+            capture = partial(self._graphs.capture, key, compute, *sizes)
+            captured = self._graphs.find_or_capture(key, capture)
         if captured is None:
             return compute(source.to(self._device, non_blocking=True))[0]
         captured.block.copy_(source, non_blocking=True)

@@ -126,7 +126,8 @@ class GraphPasses:
             seqlens = facts.device_seqlens.to(self.device, non_blocking=True)
         with self._lock, self._order:
             with torch.inference_mode():
-                captured = self._find_graph(layout, wants)
+                capture = partial(self._capture, layout, wants)
+                captured = self._graphs.find_or_capture((layout, wants), capture)
                 packed = _packed_of(captured, layout, self.device)
                 places = pack_padded(
                     padded,
@@ -171,20 +172,16 @@ class GraphPasses:
             has_types=self.transformer.spec.num_token_types > 0,
         )
 
-    def _find_graph(self, layout: BatchLayout, wants: Wants) -> CapturedStep | None:
-        key = (layout, wants)
-        captured = self._graphs.find(key)
-        if captured is None and self._graphs.is_due(key):
-            if wants.padded:
-                self._states_of(layout.bucket)  # allocated outside of the graph, which writes it
-            captured = self._graphs.capture(
-                key,
-                partial(self._compute, layout, wants),
-                num_ints=layout.num_ints,
-                total_tokens=layout.bucket.total_tokens,
-                keep=_BlockViews(),
-            )
-        return captured
+    def _capture(self, layout: BatchLayout, wants: Wants) -> CapturedStep | None:
+        if wants.padded:
+            self._states_of(layout.bucket)  # allocated outside of the graph, which writes it
+        return self._graphs.capture(
+            (layout, wants),
+            partial(self._compute, layout, wants),
+            layout.num_ints,
+            layout.bucket.total_tokens,
+            keep=_BlockViews(),
+        )
 
     def _compute(
         self, layout: BatchLayout, wants: Wants, block: torch.Tensor

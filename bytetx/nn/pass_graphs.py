@@ -68,12 +68,13 @@ class PassGraphs:
         source = pinned.tensor[: layout.num_ints]
         if (gather := self._transformer.blocks.weight_gather) is not None:
             gather.prepare()
-        captured = self._graphs.find(layout) if captures else None
+        captured = None
+        if captures:
+            capture = partial(self._capture, layout, batch.seqlens)
+            captured = self._graphs.find_or_capture(layout, capture)
         if captured is not None:
-            self._add(_kept(captured).tallies)
-        elif captures and self._graphs.is_due(layout):
-            captured = self._capture(layout, batch.seqlens)
-        if captured is not None:
+            for collectives, tally in zip(self._collectives, _kept(captured).tallies, strict=True):
+                collectives.add(tally)
             captured.block.copy_(source, non_blocking=True)
             captured.graph.replay()
             states = _kept(captured).output
@@ -99,19 +100,11 @@ class PassGraphs:
         kept = _GraphOutput(self._output[:rows])
         compute = partial(_store, kept.output, self._transformer, layout, seqlens)
         before = [collectives.tally() for collectives in self._collectives]
-        captured = self._graphs.capture(
-            layout, compute, num_ints=layout.num_ints, total_tokens=rows, keep=kept
-        )
-        # What was captured counts as what its first replay does.
+        captured = self._graphs.capture(layout, compute, layout.num_ints, rows, keep=kept)
         for collectives, begun in zip(self._collectives, before, strict=True):
-            if captured is None:
-                collectives.restore(begun)
             kept.tallies.append(collectives.tally() - begun)
+            collectives.restore(begun)  # replays count
         return captured
-
-    def _add(self, tallies: Sequence[Tally]) -> None:
-        for collectives, tally in zip(self._collectives, tallies, strict=True):
-            collectives.add(tally)
 
     def __del__(self) -> None:
         graphs: GraphCache | None = getattr(self, "_graphs", None)

@@ -88,29 +88,31 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def find(self, key: Hashable) -> CapturedStep | None:
-        """The graph to replay, where it was captured."""
+    def find_or_capture(
+        self, key: Hashable, capture: Callable[[], CapturedStep | None]
+    ) -> CapturedStep | None:
+        """The graph to replay; None where the step runs eagerly, as it does the first time.
+
+        capture: calls `capture` for the key.
+        """
         captured = self._graphs.get(key)
         if captured is not None:
             self._graphs.move_to_end(key)
-        return captured
-
-    def is_due(self, key: Hashable) -> bool:
-        """Whether to capture this step now: `find` has failed for its key twice."""
+            return captured
         if key in self._seen:
-            return key not in self._refused
+            return None if key in self._refused else capture()
         if len(self._seen) >= _MAX_SEEN:
             self._seen.clear()
         self._seen.add(key)
-        return False
+        return None
 
     def capture(
         self,
         key: Hashable,
         compute: Compute,
-        *,
         num_ints: int,
         total_tokens: int,
+        *,
         keep: object = None,
     ) -> CapturedStep | None:
         """Captures a new graph; None where that fails. The current stream must be the cache's.
