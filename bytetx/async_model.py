@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -18,10 +18,10 @@ from bytetx.model import Model
 from bytetx.requests.prompts import is_chat
 from bytetx.tasks.async_stats import AsyncStats, engine_stats
 from bytetx.tasks.catalog import AsyncModelTasks
+from bytetx.tasks.embed_group import EmbedGroup
 from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.generate import PromptCall
 from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread, PromptGroup
-from bytetx.tasks.grouped_run import GroupedRun
 from bytetx.tasks.reading_pool import ReadingPool
 from bytetx.tasks.results import Embeddings
 from bytetx.tasks.run import AsyncRun
@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 # Options with which texts are cut or results depend on all texts, or that read an adapter first.
 _CUT_OR_JOINED = {"task", "overflow", "stride", "precision", "ranges"}
+# The event loop, the model and the options of calls that may run as one.
+_GroupKey = tuple[asyncio.AbstractEventLoop, Model, str]
 
 
 class AsyncModel(AsyncModelTasks):
@@ -73,6 +75,7 @@ class AsyncModel(AsyncModelTasks):
         self._max_window_texts = max(max_queued_requests // 4, 1)
         self._is_bounded = False
         self._group: PromptGroup | None = None
+        self._groups: dict[_GroupKey, EmbedGroup] = {}
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)
         self._engines = {
@@ -157,30 +160,47 @@ class AsyncModel(AsyncModelTasks):
             num_accepted_tokens=num_accepted_tokens,
         )
 
-    def embed_each(
-        self, calls: Sequence[Sequence[Any]], **options: Any
-    ) -> "list[asyncio.Future[Embeddings]]":
-        """Several calls of `embed` with the same options, for the host's work of little over one.
+    def embed_soon(self, texts: Sequence[Any], **options: Any) -> "asyncio.Future[Embeddings]":
+        """`embed` in the next turn of the event loop, for the host's work of little over one call.
 
-        calls: the texts of each.  options: those of `embed`, but on_error, priority and timeout_s.
-        Call it in an event loop. The futures have what `embed` gives, as soon as it is there:
-        a call waits neither for the others' texts nor fails with them, but for a full queue, which
+        Calls of one turn with the same options run as one.
+        options: those of `embed`, but on_error, priority and timeout_s.
+        Call it in an event loop. The future has what `embed` gives, as soon as it is there: a call
+        waits neither for the others' texts nor fails with them, but for a full queue, which
         refuses all. Stats have no num_pad_tokens, and the mean seconds of all that are done.
         """
-        if len(calls) < 2 or _CUT_OR_JOINED & options.keys():
-            return [asyncio.ensure_future(self.embed(call, **options)) for call in calls]
-        texts = [text for call in calls for text in call]
-        given = options | {"on_error": "return"}
-        model, joined = self._model._call(TASKS["embed"], *TASKS["embed"].bind((texts,), given))
-        run = GroupedRun(
-            joined,
+        loop = asyncio.get_running_loop()
+        if _CUT_OR_JOINED & options.keys():
+            return loop.create_task(self.embed(texts, **options))
+        key = loop, self._model, repr(sorted(options.items()))
+        group = self._groups.get(key)
+        answer = None if group is None else group.add(texts)
+        if answer is None:
+            run_of, alone = partial(self._joined, options), partial(self.embed, **options)
+            group = self._groups[key] = EmbedGroup(run_of, alone, queue_limits=self.queue_limits)
+            loop.call_soon(self._start_group, key, group)
+            answer = group.add(texts)
+            assert answer is not None  # a first call is taken
+        return answer
+
+    def _start_group(self, key: _GroupKey, group: EmbedGroup) -> None:
+        if self._groups.get(key) is group:  # else it was full, and another one follows
+            del self._groups[key]
+        group.start()
+
+    def _joined(self, options: Mapping[str, Any], texts: Sequence[Any]) -> AsyncRun[Embeddings]:
+        """The run of all texts of a group."""
+        spec = TASKS["embed"]
+        model, call = self._model._call(
+            spec, *spec.bind((texts,), {**options, "on_error": "return"})
+        )
+        return AsyncRun(
+            call,
             self._engines[model._runner],
             self._pool,
-            alone=lambda number: self.embed(calls[number], **options),
-            sizes=[len(call) for call in calls],
             max_window_texts=self._max_window_texts,
+            priority=0,
         )
-        return run.start()
 
     async def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """As Model.similarity, in a thread."""

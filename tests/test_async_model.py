@@ -361,7 +361,7 @@ def test_calls_that_run_as_one(model: Model) -> None:
     async def main(**options: Any) -> list[Any]:
         async with AsyncModel(model) as batched:
             found = await asyncio.gather(
-                *batched.embed_each(calls, **options), return_exceptions=True
+                *(batched.embed_soon(one, **options) for one in calls), return_exceptions=True
             )
             while batched.stats().num_calls:
                 await asyncio.sleep(0.01)
@@ -383,9 +383,9 @@ def test_calls_that_run_as_one(model: Model) -> None:
 
 def test_a_full_queue_refuses_calls_that_run_as_one(model: Model) -> None:
     async def main() -> None:
-        async with AsyncModel(model, max_queued_requests=4) as batched:
-            calls = [["a"], ["b", "c"]]
-            waiting = [one for _ in range(50) for one in batched.embed_each(calls)]
+        async with AsyncModel(model, max_queued_requests=12) as batched:
+            calls = [["a"], ["b", "c"]]  # a group is a quarter of the queue
+            waiting = [batched.embed_soon(one) for one in calls * 50]
             found = await asyncio.gather(*waiting, return_exceptions=True)
             refused = [isinstance(one, QueueFullError) for one in found]
             assert any(refused) and sum(refused) == batched.stats().num_refused
@@ -403,12 +403,15 @@ def test_each_of_several_calls_is_answered_when_it_is_done(model: Model) -> None
     async def main() -> None:
         async with AsyncModel(model) as batched:
             calls = [["a"], [SENTENCES[0]] * 64, ["b"]]
-            short, long, leaves = batched.embed_each(calls)
+            short, long, leaves = map(batched.embed_soon, calls)
+            await asyncio.sleep(0)  # they start
             leaves.cancel()
             await short
             assert not long.done()
             same((await long).vectors, model.embed(calls[1]).vectors)
-            all_leave = batched.embed_each([[SENTENCES[0]] * 64, [SENTENCES[1]] * 64])
+            all_leave = [batched.embed_soon([SENTENCES[i]] * 64) for i in range(2)]
+            while not batched.stats().num_calls:
+                await asyncio.sleep(0)
             for one in all_leave:
                 one.cancel()
             while batched.stats().num_calls:

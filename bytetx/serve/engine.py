@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,10 +27,11 @@ from bytetx.requests.chunks import offsets_of
 from bytetx.requests.prompts import ChatPrompt, Prompt
 from bytetx.sampling_params import SamplingParams
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
-from bytetx.serve.embed_groups import EmbedGroups, is_groupable
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
 from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
+from bytetx.tasks.embed_group import is_small
+from bytetx.tasks.futures import forward
 from bytetx.tasks.generation_stream import PromptGroup
 from bytetx.tasks.rerank import YES_NO_FAMILIES, reranks_by_logits
 from bytetx.tasks.results import Embeddings, Results
@@ -111,7 +112,6 @@ class LocalBackend:
         self.models = tuple(one.facts for one in served)
         self.is_healthy = True
         self._on_lost = on_lost
-        self._groups = EmbedGroups(_embed_outcome)
         # Of requests with several prompts, each of which is a call; gone with the last of them.
         self._prompt_groups = WeakValueDictionary[str, PromptGroup]()
 
@@ -133,11 +133,12 @@ class LocalBackend:
 
         serve_error() says what the future's error is to the client.
         """
-        if call.task != "embed" or not is_groupable(call):
+        if call.task != "embed" or not _is_groupable(call):
             return None
-        served = self._served[call.model]
-        run = partial(_embed_each, served)
-        return self._groups.add(call, run, queue_limits=served.model.queue_limits)
+        answer = _embed_soon(self._served[call.model], call)
+        outcome: asyncio.Future[Outcome] = answer.get_loop().create_future()
+        forward(answer, outcome, _embed_outcome)
+        return outcome
 
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
         served = self._served[call.model]
@@ -227,10 +228,15 @@ async def _embed(served: ServedModel, call: Call) -> Outcome:
     return _embed_outcome(await served.model.embed(inputs, **options), num_cut)
 
 
-def _embed_each(served: ServedModel, calls: Sequence[Call]) -> "list[asyncio.Future[Embeddings]]":
-    """The vectors of groupable calls with the same options."""
-    options = {name: value for name, value in calls[0].options.items() if name != "left"}
-    return served.model.embed_each([call.inputs for call in calls], **options)
+def _is_groupable(call: Call) -> bool:
+    """Whether a call of `embed` may wait for those that come with it."""
+    return not call.options.get("task") and not call.options.get("left") and is_small(call.inputs)
+
+
+def _embed_soon(served: ServedModel, call: Call) -> "asyncio.Future[Embeddings]":
+    """The vectors of a groupable call."""
+    options = {name: value for name, value in call.options.items() if name != "left"}
+    return served.model.embed_soon(call.inputs, **options)
 
 
 def _embed_outcome(result: Embeddings, num_cut: int = 0) -> Outcome:

@@ -257,20 +257,26 @@ class AsyncRun(CallRun[T]):
         self._engine, self._pool = engine, pool
         self._max_window_texts = max_window_texts
         self._is_bounded = is_bounded
-        self._tokenize_seconds = 0.0
+        self.tokenize_seconds = 0.0
+        # Hears of each window before the engine does.
+        self.on_read: Callable[[Window], None] | None = None
         self._failures: list[Failure] = []  # the texts that were refused
         self._reading, self._called = (0, 0), 0.0  # as announced, and when
 
     async def result(self) -> T:
         """The call's result. Raises its error; cancelling drops what is queued."""
+        await self.done()
+        if self.counter.num_done() <= _MAX_INLINE_TEXTS:
+            return self._result()
+        return await asyncio.to_thread(self._result)
+
+    async def done(self) -> None:
+        """Waits for the results of all texts."""
         try:
             await self._feed()
             await self._engine.wait(self.open)
         finally:
             self._engine.end(self.open)
-        if self.counter.num_done() <= _MAX_INLINE_TEXTS:
-            return self._result()
-        return await asyncio.to_thread(self._result)
 
     async def _feed(self) -> None:
         """Announces texts and has them tokenised, window after window; does not wait for the last.
@@ -314,12 +320,14 @@ class AsyncRun(CallRun[T]):
 
     def accept(self, window: Window) -> None:
         """Queues a window's texts."""
+        if self.on_read is not None:
+            self.on_read(window)
         self.counter.add(window)
         self.counter.add_done(window.num_texts)
         self._failures += window.failures
         if self.chunks is not None:
             self.chunks.expect(window.requests)
-        self._tokenize_seconds += time.perf_counter() - self._called
+        self.tokenize_seconds += time.perf_counter() - self._called
         num_read, tokens = self._reading
         self._engine.submit(self.open, window.requests, num_read=num_read, tokens=tokens)
 
@@ -332,7 +340,7 @@ class AsyncRun(CallRun[T]):
             self.sink.fail(failure.index, failure.error)
         self.counter.add_failures(self.failed)
         count = max(self.open.num_computed, 1)
-        self.counter.tokenize_seconds = self._tokenize_seconds
+        self.counter.tokenize_seconds = self.tokenize_seconds
         self.counter.queue_seconds = self.open.queue_seconds / count
         self.counter.compute_seconds = self.open.compute_seconds / count
         self.counter.stop()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from serving import InProcess
 
+from bytetx.async_model import AsyncModel
 from bytetx.errors import DeviceMemoryError, GroupError, QueueFullError
 from bytetx.generate.sampler_output import SamplerOutput
 from bytetx.generate.scheduler import Scheduler
@@ -226,14 +227,20 @@ def test_before_and_after_it_is_ready(in_process: InProcess) -> None:
 
 def faulty(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Calls of embed with the text "bad" fail, those that run with others among them."""
-    embed_each = engine._embed_each
+    joined, embed = AsyncModel._joined, AsyncModel.embed
 
-    def fail(served: ServedModel, calls: Sequence[Call]) -> Sequence[asyncio.Future]:
-        if any("bad" in call.inputs for call in calls):
+    def fail(own: AsyncModel, options: Any, texts: Sequence[str]) -> Any:
+        if "bad" in texts:
             raise error
-        return embed_each(served, calls)
+        return joined(own, options, texts)
 
-    monkeypatch.setattr(engine, "_embed_each", fail)
+    async def fail_alone(own: AsyncModel, texts: Sequence[str], **options: Any) -> Any:
+        if "bad" in texts:
+            raise error
+        return await embed(own, texts, **options)
+
+    monkeypatch.setattr(AsyncModel, "_joined", fail)
+    monkeypatch.setattr(AsyncModel, "embed", fail_alone)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +370,7 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(in_process: InProc
 def slow_embed(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event, list[str]]:
     """(set when a call runs, set to let it end, what became of the calls)."""
     starts, ends, fates = asyncio.Event(), asyncio.Event(), []
-    embed_each = engine._embed_each
+    embed_soon = engine._embed_soon
 
     async def wait(served: ServedModel, call: Call) -> Any:
         starts.set()
@@ -373,12 +380,12 @@ def slow_embed(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.
             fates.append("cancelled")
             raise
         fates.append("done")
-        return await embed_each(served, [call])[0]
+        return await embed_soon(served, call)
 
-    def wait_each(served: ServedModel, calls: Sequence[Call]) -> Sequence[asyncio.Future]:
-        return [asyncio.ensure_future(wait(served, call)) for call in calls]
+    def wait_soon(served: ServedModel, call: Call) -> asyncio.Future:
+        return asyncio.ensure_future(wait(served, call))
 
-    monkeypatch.setattr(engine, "_embed_each", wait_each)
+    monkeypatch.setattr(engine, "_embed_soon", wait_soon)
     return starts, ends, fates
 
 

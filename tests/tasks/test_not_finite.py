@@ -246,18 +246,21 @@ def test_a_document_that_is_not_finite_is_left_out(
     assert list(got.errors) == [PLACE] and {hit.document: hit.score for hit in got} == wanted
 
 
-def test_a_group_of_small_calls_gives_the_error_to_its_own(models: dict[str, Model]) -> None:
+@pytest.mark.parametrize("options", [{"precision": "binary"}, {"normalize": True}])
+def test_a_group_of_small_calls_gives_the_error_to_its_own(
+    models: dict[str, Model], options: dict[str, Any]
+) -> None:
     model = models["classes"]
 
     async def main() -> list[Any]:
         async with bytetx.AsyncModel(model) as served:
-            calls = served.embed_each([[text] for text in texts_of("embed")[0]], precision="binary")
+            calls = [served.embed_soon([text], **options) for text in texts_of("embed")[0]]
             return await asyncio.gather(*calls, return_exceptions=True)
 
     with poisoned(model, np.nan):
         got = asyncio.run(main())
     assert type(got.pop(PLACE)) is bytetx.NotFiniteError
-    wanted = model.embed(GOOD, precision="binary").vectors
+    wanted = model.embed(GOOD, **options).vectors
     assert_same([one.vectors[0] for one in got], list(wanted))
 
 
