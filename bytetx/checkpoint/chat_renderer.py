@@ -1,7 +1,8 @@
 """The process that renders one chat template: Jinja in a sandbox, within limits of memory and size.
 
 bytetx.checkpoint.chat_process starts it, and kills it where an answer takes too long. The first
-request is the template with its variables, each one after it the arguments of _Prompt.render.
+request is the template with its variables, and its answer describes it; each one after it is the
+arguments of _Prompt.render.
 """
 
 import json
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str]) -> None:
         try:
             if prompt is None:
                 prompt = _Prompt(*marshal.loads(request))
+                text = prompt.describe()
             else:
                 text = prompt.render(*marshal.loads(request))
             kind = TEXT
@@ -102,6 +104,15 @@ class _Prompt:
             raise
         except Exception:
             return
+
+    def describe(self) -> str:
+        """JSON: the variables that the template reads, and the texts in its source."""
+        tree = _environment().parse(self._source)
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        constants = (node.value for node in tree.find_all(nodes.Const))
+        texts += [value for value in constants if isinstance(value, str)]
+        variables = sorted(meta.find_undeclared_variables(tree))
+        return json.dumps({"variables": variables, "literals": "\0".join(texts)})
 
     def render(
         self,

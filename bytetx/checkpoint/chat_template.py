@@ -6,9 +6,10 @@ twice. Nothing within a process interrupts such an operation, so a template runs
 process, which is killed on a timeout and has limits of memory and output.
 """
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ _NO_VARIABLES = {
     *("truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"),
     "sanitize_control_tokens",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """variables: that a template reads.  literals: the texts in its source, divided by NULs."""
+
+    variables: frozenset[str]
+    literals: str
 
 
 class ChatTemplate:
@@ -63,6 +72,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._process: RendererProcess | None = None
         self._broken: str | None = None
+        self._facts: TemplateFacts | None = None
 
     def render(
         self,
@@ -102,6 +112,22 @@ class ChatTemplate:
             )
         return found
 
+    def facts(self) -> TemplateFacts:
+        """What the template's source says; its process starts where there is none yet.
+
+        Raises CheckpointError where the template is broken.
+        """
+        with self._lock:
+            if self._facts is None:
+                self._ready()
+            assert self._facts is not None  # _ready sets it, or raises
+            return self._facts
+
+    @property
+    def default(self) -> "ChatTemplate":
+        """The template that is used where none is named. InputError where there is none."""
+        return self._chosen(None, has_tools=False)
+
     def _ask(self, request: tuple[Any, ...]) -> str:
         with self._lock:
             kind, text = self._ready().ask(request)
@@ -131,6 +157,8 @@ class ChatTemplate:
             )
         if self._broken is not None:
             raise CheckpointError(self._broken)
+        found = json.loads(text)
+        self._facts = TemplateFacts(frozenset(found["variables"]), found["literals"])
         self._process = process
         return process
 

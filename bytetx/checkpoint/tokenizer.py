@@ -90,6 +90,8 @@ class Tokenizer:
         frame_ids = (self._special_id(config, name) for name in frame)
         self.frame_ids = {token_id for token_id in frame_ids if token_id is not None}
         self.has_token_types = _has_token_types(config)
+        # Added tokens that no text of a caller may write; None: those in the chat template.
+        self.chat_control_tokens: Sequence[str] | None = config.get("chat_control_tokens")
         # Copies share them. Callers choose strides: only the latest are kept.
         self._limited = lru_cache(_MOST_LIMITED)(self._make_limited)
         self._unlimited = lru_cache(1)(self._make_unlimited)
@@ -151,6 +153,15 @@ class Tokenizer:
         backend.no_truncation()
         unlimited._use(backend, sys.maxsize, word_pieces=self._word_pieces)
         return unlimited
+
+    def with_special_tokens(self, tokens: Sequence[str]) -> "Tokenizer":
+        """A copy without a limit that has more special tokens; their ids follow the others."""
+        other, backend = copy(self), self._copied_backend()
+        backend.no_truncation()
+        added = [tokenizers.AddedToken(text, special=True, normalized=False) for text in tokens]
+        backend.add_special_tokens(added)
+        other._use(backend, sys.maxsize)
+        return other
 
     def _copied_backend(self) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
@@ -282,6 +293,24 @@ class Tokenizer:
             return _checked(self.name, lambda: self.backend.encode(text, add_special_tokens=False))
         encode = self.backend.encode_batch_fast
         return _checked(self.name, lambda: encode([text], add_special_tokens=False)[0])
+
+    def encode_all_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of texts that have their special tokens. Errors as of encode_plain."""
+        for text in texts:
+            text.encode("utf-8")
+        encode = self.backend.encode_batch_fast
+        found = _checked(self.name, lambda: encode(list(texts), add_special_tokens=False))
+        return [encoding.ids for encoding in found]
+
+    def encode_as_text(self, text: str) -> list[int]:
+        """The token ids of a text in which no added token is found, special or not."""
+        normalizer, pre_tokenizer = self.backend.normalizer, self.backend.pre_tokenizer
+        if normalizer is not None:
+            text = normalizer.normalize_str(text)
+        words = [text]
+        if pre_tokenizer is not None:
+            words = [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for word in words for token in self.backend.model.tokenize(word)]
 
     def encode_ids(self, texts: Sequence[str]) -> Tokens:
         """Token ids alone, cut to max_tokens; by the native core where it has this tokenizer."""

@@ -44,6 +44,7 @@ _FIELDS = _TOKEN_FIELDS | {
     "add_prefix_space": FLAG,
     "added_tokens_decoder": table_of(Field('{"content": text}', _is_added_token)),
     "auto_map": either(TABLE, list_of(TEXT)),
+    "chat_control_tokens": list_of(TEXT),
     "chat_template": either(
         TEXT, list_of(Field('{"name": text, "template": text}', _is_named_template))
     ),

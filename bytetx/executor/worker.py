@@ -30,9 +30,10 @@ from bytetx.executor.messages import (
     numbers_of,
 )
 from bytetx.executor.torchrun import TorchrunRank
+from bytetx.nn.checkpoint_heads import Heads
 from bytetx.nn.grid_blocks import grid_blocks, grid_transformer
 from bytetx.nn.kv_cache import KvCache, allocate_cache
-from bytetx.nn.loading import Heads, load_shard, load_spec
+from bytetx.nn.loading import load_shard, load_spec
 from bytetx.nn.transformer import Transformer
 from bytetx.parallel.tp import Store, TpGroup, end_rendezvous, gpu_of, join_group
 

@@ -18,8 +18,9 @@ from bytetx.hf.engine_cache import EngineCache, EngineNeeds
 from bytetx.hf.notice import Notices, silent
 from bytetx.hf.padding import Layout, padded_layout
 from bytetx.hf.stand_in import StandIn, their_loop
+from bytetx.nn.checkpoint_heads import Heads
 from bytetx.nn.heads import LmHead
-from bytetx.nn.loading import Heads, LoadedCheckpoint
+from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.nn.sentence_modules import SentenceSpec
 from bytetx.ops.linear import prepare_linear
 from bytetx.sampling_params import SamplingParams

@@ -1,10 +1,11 @@
 """Heads on packed rows: first-token classifiers, token tags, masked-LM and LM logits."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from bytetx.checkpoint.decision_files import DecisionHeadSpec
 from bytetx.checkpoint.spec import HeadSpec, ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
@@ -88,11 +89,23 @@ class MaskedLMHead:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelRows:
+    """Some rows of a decoder, whose logits take no product with the vocabulary.
+
+    token_ids: of the rows, by their place.  weight: [at least as many, embedding_size].
+    """
+
+    token_ids: Sequence[int]
+    weight: LinearWeight
+
+
+@dataclass(frozen=True, slots=True)
 class LmHead:
     """Logits of the next token, on the rows given.
 
     blocks, placement: as of MaskedLMHead.
     divisor: of the logits.  softcap: logits x become softcap * tanh(x / softcap); 0: they stay.
+    labels: the rows of tokens that questions are answered by.
     """
 
     decoder: LinearWeight
@@ -101,19 +114,37 @@ class LmHead:
     divisor: float = 1.0
     softcap: float = 0.0
     placement: HeadPlacement | None = None
+    labels: LabelRows | None = None
 
     @torch.inference_mode()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [n, embedding_size] -> logits [n, vocab_size] in the model's dtype."""
         return self._run(rows) if self.placement is None else self.placement(self._run, rows)
 
+    @torch.inference_mode()
+    def token_logits(self, rows: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+        """rows [n, embedding_size] -> f32 [n, len(token_ids)], the logits of these tokens alone.
+
+        Where they are all among `labels` nothing else of the vocabulary is multiplied.
+        """
+        labels = self.labels
+        if labels is not None and set(token_ids) <= set(labels.token_ids):
+            columns = [labels.token_ids.index(token_id) for token_id in token_ids]
+            return self._scaled(linear(rows, labels.weight))[:, columns].float()
+        block, columns = logits_block(self.vocab_size), list(token_ids)
+        pieces = [self.forward(some)[:, columns].float() for some in rows.split(block)]
+        return torch.cat(pieces) if pieces else rows.new_empty((0, len(columns))).float()
+
     def _run(self, rows: torch.Tensor) -> torch.Tensor:
-        logits = linear(rows, self.decoder)
+        logits = self._scaled(linear(rows, self.decoder))
+        return logits if self.blocks is None else self.blocks.gather_vocab(logits)
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self.divisor != 1.0:
             logits /= self.divisor
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits if self.blocks is None else self.blocks.gather_vocab(logits)
+        return logits
 
     @torch.inference_mode()
     def log_likelihoods(
@@ -130,6 +161,27 @@ class LmHead:
             logprobs = log_softmax(self.forward(x[rows[some]]))
             out[some] = logprobs.gather(1, targets[some, None]).squeeze(1)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionHead:
+    """Scores of the options of a question, from the row before its answer.
+
+    offsets: by the type of a question, the score of its first option.
+    softcap: as of LmHead.
+    """
+
+    out: LinearWeight
+    offsets: Mapping[str, int]
+    softcap: float = 0.0
+
+    @torch.inference_mode()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, hidden_size] -> f32 [n, num_verbalizers]."""
+        scores = linear(rows, self.out)
+        if self.softcap:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        return scores.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +302,12 @@ def _norm(spec: ModelSpec, load: TensorLoader, head: HeadSpec, size: int) -> Row
 
 
 def load_lm(
-    spec: ModelSpec, load: TensorLoader, *, word: torch.Tensor, blocks: Blocks | None = None
+    spec: ModelSpec,
+    load: TensorLoader,
+    *,
+    word: torch.Tensor,
+    blocks: Blocks | None = None,
+    label_ids: Sequence[int] = (),
 ) -> LmHead | None:
     """The head of a causal checkpoint, or None where the family or the checkpoint has none.
 
@@ -258,10 +315,42 @@ def load_lm(
     it, the two share this memory, unless a decoder that differs was saved as well; on a CPU a
     head of at most _MAX_COPIED_HEAD_BYTES is laid out for its GEMM, and held twice.
     blocks: the transformer's; of a sharded vocabulary, only the local part is read.
+    label_ids: of the tokens that questions are answered by, each in the vocabulary.
     """
     head = spec.heads.get("lm")
     if head is None or not (spec.tie_word_embeddings or head.decoder in load.tensors):
         return None
+    made = _lm_head(spec, load, head, word=word, blocks=blocks)
+    return replace(made, labels=_label_rows(spec, load, head, label_ids)) if label_ids else made
+
+
+# The Hopper kernels' step of columns: fewer rows of labels are filled up with the first one's.
+_LABEL_STEP = 32
+
+
+def _label_rows(
+    spec: ModelSpec, load: TensorLoader, head: HeadSpec, token_ids: Sequence[int]
+) -> LabelRows:
+    """As many rows as a product takes in any case, so that their bits never depend on how many
+    labels a question has."""
+    assert head.decoder
+    rows = [*token_ids, *[token_ids[0]] * (-len(token_ids) % _LABEL_STEP)]
+    part = Part(0, tuple(range(row, row + 1) for row in rows))
+    is_saved = head.decoder in load.tensors
+    name = head.decoder if is_saved else spec.embeddings["word"]
+    weight = load.tensor(name, (spec.vocab_size, spec.embedding_size), part=part)
+    bias = None if head.bias is None else load.tensor(head.bias, (spec.vocab_size,), part=part)
+    return LabelRows(tuple(token_ids), load.linear_from(weight, bias))
+
+
+def _lm_head(
+    spec: ModelSpec,
+    load: TensorLoader,
+    head: HeadSpec,
+    *,
+    word: torch.Tensor,
+    blocks: Blocks | None,
+) -> LmHead:
     assert head.decoder  # families say so
     part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
     bias = None if head.bias is None else load.tensor(head.bias, shape[:1], part=part)
@@ -277,6 +366,20 @@ def load_lm(
     prepack = load.prepack and word.nbytes <= _MAX_COPIED_HEAD_BYTES
     decoder = prepare_linear(word, bias, prepack=prepack, batch_invariant=load.batch_invariant)
     return LmHead(decoder, *more)
+
+
+def load_decision(
+    spec: ModelSpec, load: TensorLoader, head: DecisionHeadSpec | None
+) -> DecisionHead | None:
+    """The head of a ...ForDecision checkpoint, or None where the config or the weights have none.
+
+    A head without a bias (those that were trained for vLLM) has none here.
+    """
+    if head is None or "proj.weight" not in load.tensors:
+        return None
+    has_bias = "proj.bias" in load.tensors
+    out = load.linear("proj", head.num_verbalizers, spec.output_size, has_bias=has_bias)
+    return DecisionHead(out, head.offsets, head.softcap)
 
 
 def _local_vocab(blocks: Blocks | None) -> Part | None:

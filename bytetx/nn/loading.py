@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,13 @@ import torch
 
 from bytetx.arguments import DTYPE_ALIASES
 from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
+from bytetx.checkpoint.decision_files import (
+    DecisionConfig,
+    DecisionHeadSpec,
+    read_decision_config,
+    read_decision_head,
+    trunk_config,
+)
 from bytetx.checkpoint.families import Families, read_families
 from bytetx.checkpoint.files import load_config, refuse_own_code
 from bytetx.checkpoint.generation_config import GenerationDefaults, read_generation_config
@@ -30,17 +37,8 @@ from bytetx.nn.batch_invariance import (
     invariant_modules,
 )
 from bytetx.nn.blocks import Blocks
+from bytetx.nn.checkpoint_heads import Heads, load_heads
 from bytetx.nn.executor import Executor
-from bytetx.nn.heads import (
-    ClassificationHead,
-    LmHead,
-    MaskedLMHead,
-    load_lm,
-    load_masked_lm,
-    load_question_answering,
-    load_sequence_classification,
-    load_token_classification,
-)
 from bytetx.nn.quantization import WEIGHT_FORMATS, wanted_quantization
 from bytetx.nn.sentence_modules import (
     ACTIVATIONS,
@@ -71,17 +69,6 @@ NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """The heads that the checkpoint has; None for those it has not."""
-
-    sequence: ClassificationHead | None = None
-    token: ClassificationHead | None = None
-    masked_lm: MaskedLMHead | None = None
-    lm: LmHead | None = None
-    question_answering: ClassificationHead | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
     """A checkpoint in memory. cross_encoder_activation: a torch.nn name, or None for the default.
 
@@ -89,6 +76,7 @@ class LoadedCheckpoint:
     token_weight: BGE-M3's layer [1, hidden_size] of sparse vectors.
     token_modules: what gives each token a vector, behind the transformer.
     pair_template: of the chats that a causal reranker scores.
+    decisions: how it asks questions, with the template of decision_template.jinja, if any.
     tasks: the model with the adapter of each task, where the checkpoint has some.
     router, routes: of a model whose task chooses a route; what is loaded is the default one.
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
@@ -114,6 +102,8 @@ class LoadedCheckpoint:
     token_weight: LinearWeight | None = None
     token_modules: tuple[Module, ...] = ()
     pair_template: ChatTemplate | None = None
+    decisions: DecisionConfig = DecisionConfig()
+    decision_template: ChatTemplate | None = None
     tasks: TaskTransformers | None = None
     router: RouterSpec | None = None
     routes: Mapping[str, "LoadedCheckpoint"] = field(default_factory=dict)
@@ -221,7 +211,9 @@ def _load(
 ) -> LoadedCheckpoint:
     device = resolve_device(device)
     config, spec = _read_spec(sentence, families)
-    weights = _open_weights(sentence, spec, on_tensor=on_tensor)
+    decisions = read_decision_config(sentence.folder)
+    tokenizer = _load_tokenizer(sentence, spec)
+    weights = _open_weights(sentence, spec, decisions.adapter, on_tensor=on_tensor)
     quantization = wanted_quantization(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=_preferred_dtype(spec, weights.dtype))
     check_fits(weights.num_parameters, dtype, device, parts=_num_parts(spec, blocks))
@@ -244,6 +236,8 @@ def _load(
         quantization=quantization,
         may_lack_head=sentence.is_declared,
         batch_invariant=batch_invariant,
+        decision_head=read_decision_head(config),
+        label_ids=_label_ids(sentence, spec, tokenizer, decisions),
     )
     modules, token_modules, token_weight = _load_sentence_parts(
         sentence, spec, weights, device=device, dtype=dtype, batch_invariant=batch_invariant
@@ -262,8 +256,10 @@ def _load(
         modules=modules,
         transformer=transformer,
         heads=heads,
-        tokenizer=_load_tokenizer(sentence, spec),
+        tokenizer=tokenizer,
         chat_template=_load_chat_template(sentence),
+        decisions=decisions,
+        decision_template=decisions.template(sentence.folder),
         pair_template=_load_pair_template(sentence, spec),
         cross_encoder_activation=sentence.activation_fn or _cross_encoder_activation(config),
         unused_tensors=unused,
@@ -285,7 +281,7 @@ def _read_spec(
     """(config.json, spec) of the transformer, of an adapter's base model where there is one."""
     families, config = families or read_families(), load_config(sentence.folder)
     refuse_own_code(sentence.folder, config, families)
-    return config, build_spec(config, families)
+    return config, build_spec(trunk_config(config), families)
 
 
 def _load_sentence_parts(
@@ -328,12 +324,33 @@ def _num_parts(spec: ModelSpec, blocks: Blocks | None) -> int:
 
 
 def _open_weights(
-    sentence: SentenceSpec, spec: ModelSpec, *, on_tensor: Callable[[], None] | None
+    sentence: SentenceSpec,
+    spec: ModelSpec,
+    adapter: str | None,
+    *,
+    on_tensor: Callable[[], None] | None,
 ) -> Weights:
+    """adapter: the subfolder of the LoRA that decision.json names."""
     weights = Weights(sentence.folder, spec, on_tensor=on_tensor)
     if sentence.adapter is not None:
         merge_lora(sentence.adapter, weights, spec)
+    if adapter is not None:
+        merge_lora(sentence.folder / adapter, weights, spec)
     return weights
+
+
+def _label_ids(
+    sentence: SentenceSpec, spec: ModelSpec, tokenizer: Tokenizer | None, decisions: DecisionConfig
+) -> list[int]:
+    """Tokens that a causal model answers by: labels of questions, and those of a reranker."""
+    if tokenizer is None or "lm" not in spec.heads:
+        return []
+    found = [*decisions.label_ids(tokenizer).values()]
+    score = sentence.logit_score
+    found += [] if score is None else [score.true_token_id, score.false_token_id]
+    found += [tokenizer.backend.token_to_id(word) for word in ("yes", "no")]
+    known = (own for own in found if own is not None and own < spec.vocab_size)
+    return list(dict.fromkeys(known))
 
 
 def _load_chat_template(
@@ -453,14 +470,16 @@ def load_shard(
     families: None are those of models/.  on_tensor: called before each tensor is read.
     """
     sentence = load_sentence_spec(folder)
-    _, spec = _read_spec(sentence, families)
+    config, spec = _read_spec(sentence, families)
+    adapter = read_decision_config(sentence.folder).adapter
     return _load_model(
         spec,
-        _open_weights(sentence, spec, on_tensor=on_tensor),
+        _open_weights(sentence, spec, adapter, on_tensor=on_tensor),
         dtype=dtype,
         device=device,
         blocks=blocks,
         may_lack_head=sentence.is_declared,
+        decision_head=read_decision_head(config),
     )
 
 
@@ -474,8 +493,13 @@ def _load_model(
     may_lack_head: bool,
     quantization: str | None = None,
     batch_invariant: bool = False,
+    decision_head: DecisionHeadSpec | None = None,
+    label_ids: Sequence[int] = (),
 ) -> tuple[Transformer, Heads]:
-    """may_lack_head: the head that `architectures` names may be absent."""
+    """may_lack_head: the head that `architectures` names may be absent.
+
+    label_ids: as of load_lm.
+    """
     weights, prepack = weights.cast(dtype), device.type == "cpu"
     reader = StagedReader(device) if device.type == "cuda" else None
     if reader is not None:
@@ -498,7 +522,15 @@ def _load_model(
             prepack=prepack,
             batch_invariant=batch_invariant,
         )
-        return transformer, _load_heads(spec, loader, transformer, may_lack=may_lack_head)
+        heads = load_heads(
+            spec,
+            loader,
+            transformer,
+            may_lack=may_lack_head,
+            decision=decision_head,
+            label_ids=label_ids,
+        )
+        return transformer, heads
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -574,90 +606,6 @@ def _cross_encoder_activation(config: Mapping[str, Any]) -> str | None:
     given = config.get("sentence_transformers") or {}
     check_fields("config.json: sentence_transformers", given, {"activation_fn": TEXT})
     return given.get("activation_fn") or config.get("sbert_ce_default_activation_function")
-
-
-def _load_heads(
-    spec: ModelSpec, load: TensorLoader, transformer: Transformer, *, may_lack: bool
-) -> Heads:
-    """The head that `architectures` names; where it names none, those whose tensors are there.
-
-    may_lack: sentence-transformers saves a model without its head and leaves the name of the class
-    that it was trained from.
-    """
-    blocks = transformer.blocks
-
-    def lm() -> LmHead | None:
-        return load_lm(spec, load, word=transformer.embeddings.word, blocks=blocks)
-
-    def masked_lm() -> MaskedLMHead | None:
-        return load_masked_lm(spec, load, blocks=blocks)
-
-    architecture = spec.architectures[0] if spec.architectures else ""
-    load_heads: dict[str, tuple[str, Callable[[], Heads]]] = {
-        "ForSequenceClassification": (
-            "sequence",
-            lambda: Heads(sequence=load_sequence_classification(spec, load)),
-        ),
-        "ForTokenClassification": (
-            "token",
-            lambda: Heads(token=load_token_classification(spec, load)),
-        ),
-        "ForQuestionAnswering": (
-            "question_answering",
-            lambda: Heads(question_answering=load_question_answering(spec, load)),
-        ),
-        "ForMaskedLM": ("masked_lm", lambda: Heads(masked_lm=masked_lm())),
-        "ForPreTraining": ("masked_lm", lambda: Heads(masked_lm=masked_lm())),
-        "ForCausalLM": ("lm", lambda: Heads(lm=lm())),
-        "LMHeadModel": ("lm", lambda: Heads(lm=lm())),
-    }
-    # The text model of a multimodal checkpoint, saved beside other models.
-    if "lm" in spec.heads:
-        load_heads["ForConditionalGeneration"] = load_heads["ForCausalLM"]
-    for ending, (kind, load_head) in load_heads.items():
-        if architecture.endswith(ending):
-            heads = load_head()
-            if kind == "lm" and spec.is_bidirectional:  # it was trained from a causal model
-                return heads
-            if heads == Heads() and ending != "ForPreTraining" and not may_lack:
-                raise CheckpointError(_no_head(spec, architecture, kind))
-            return heads
-    is_headed = "For" in architecture or architecture.endswith("DoubleHeadsModel")
-    if is_headed and not may_lack:
-        raise CheckpointError(_unknown_head(spec, architecture))
-    if architecture:
-        return Heads()
-    sequence = load_sequence_classification(spec, load)
-    token = load_token_classification(spec, load) if sequence is None else None
-    is_classifier = sequence is not None or token is not None
-    answers = None if is_classifier else load_question_answering(spec, load)
-    return Heads(sequence, token, masked_lm(), lm(), answers)
-
-
-def _no_head(spec: ModelSpec, architecture: str, kind: str) -> str:
-    names = {"sequence": "sequence_classification", "token": "token_classification"}
-    if names.get(kind, kind) not in spec.heads:
-        known = ", ".join(spec.heads) or "none"
-        return (
-            f"config.json says {architecture}, a head that bytetx does not have for "
-            f"{spec.family}; it has: {known}"
-        )
-    return f"config.json says {architecture}, but the checkpoint lacks that head's tensors"
-
-
-def _unknown_head(spec: ModelSpec, architecture: str) -> str:
-    """The error text for a head that bytetx does not have: it names those that it has."""
-    stem = re.split("For|DoubleHeads", architecture)[0]
-    names = {"sequence_classification": f"{stem}ForSequenceClassification"}
-    names |= {"token_classification": f"{stem}ForTokenClassification"}
-    names |= {"question_answering": f"{stem}ForQuestionAnswering"}
-    names |= {"masked_lm": f"{stem}ForMaskedLM", "lm": f"{stem}ForCausalLM"}
-    known = ", ".join(name for head, name in names.items() if head in spec.heads)
-    return (
-        f"config.json says {architecture}, a head that bytetx does not have; for {spec.family} it "
-        f"runs {known}. The layers below the head can run without it, for embed and hidden_states: "
-        f'in a copy of config.json, set "architectures": ["{stem}Model"]'
-    )
 
 
 def _report_unused(folder: Path, unused: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from bytetx.tasks import (  # noqa: F401  (imported to be declared)
     answer,
     classify,
+    decide,
     embed,
     embed_all,
     embed_chunks,

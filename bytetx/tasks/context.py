@@ -10,14 +10,17 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_text
+from bytetx.checkpoint.control_tokens import ChatEncoder
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError, OptionError, shown
+from bytetx.nn.checkpoint_heads import Heads
 from bytetx.nn.heads import MaskedLMHead
-from bytetx.nn.loading import Heads, LoadedCheckpoint
+from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.nn.splade import prepare_splade_head
 from bytetx.nn.transformer import Transformer
+from bytetx.requests.decisions import MARK, SPLIT, DecisionPrompts
 from bytetx.requests.inputs import InputReader
 from bytetx.runtime.forking import computing
 from bytetx.tasks.chunks import set_chunks
@@ -134,6 +137,17 @@ class TaskContext:
     def output_size(self) -> int:
         """Numbers of a token's last hidden state."""
         return self.spec.output_size
+
+    @cached_property
+    def decision_prompts(self) -> DecisionPrompts:
+        """What makes the prompts of decide. Raises InputError where there is no tokenizer."""
+        checkpoint = self.checkpoint
+        return DecisionPrompts(
+            checkpoint.decisions,
+            checkpoint.decision_template,
+            checkpoint.chat_template,
+            ChatEncoder(self.need_tokenizer(), (MARK, SPLIT)),
+        )
 
     def no_head_error(self, lacks: str) -> InputError:
         """The error of a checkpoint that cannot do a task. lacks: the rest of the sentence."""

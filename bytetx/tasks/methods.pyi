@@ -144,6 +144,46 @@ class ModelTasks:
         show_progress: bool = False,
     ) -> Stream[list[Answer] | InputError]: ...
     @overload
+    def decide(
+        self,
+        requests: Iterable[Mapping[str, Any] | str],
+        *,
+        order: Literal["given", "average"] = "given",
+        on_error: Literal["raise"] = ...,
+        stream: Literal[False] = ...,
+        show_progress: bool = False,
+    ) -> Results[dict[str, dict[str, Any]]]: ...
+    @overload
+    def decide(
+        self,
+        requests: Iterable[Mapping[str, Any] | str],
+        *,
+        order: Literal["given", "average"] = "given",
+        on_error: Literal["return"],
+        stream: Literal[False] = ...,
+        show_progress: bool = False,
+    ) -> Results[dict[str, dict[str, Any]] | InputError]: ...
+    @overload
+    def decide(
+        self,
+        requests: Iterable[Mapping[str, Any] | str],
+        *,
+        order: Literal["given", "average"] = "given",
+        on_error: Literal["raise"] = ...,
+        stream: Literal[True],
+        show_progress: bool = False,
+    ) -> Stream[dict[str, dict[str, Any]]]: ...
+    @overload
+    def decide(
+        self,
+        requests: Iterable[Mapping[str, Any] | str],
+        *,
+        order: Literal["given", "average"] = "given",
+        on_error: Literal["return"],
+        stream: Literal[True],
+        show_progress: bool = False,
+    ) -> Stream[dict[str, dict[str, Any]] | InputError]: ...
+    @overload
     def embed(
         self,
         texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
@@ -667,6 +707,26 @@ class AsyncModelTasks:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Results[list[Answer] | InputError]: ...
+    @overload
+    async def decide(
+        self,
+        requests: Iterable[Mapping[str, Any] | str],
+        *,
+        order: Literal["given", "average"] = "given",
+        on_error: Literal["raise"] = ...,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[dict[str, dict[str, Any]]]: ...
+    @overload
+    async def decide(
+        self,
+        requests: Iterable[Mapping[str, Any] | str],
+        *,
+        order: Literal["given", "average"] = "given",
+        on_error: Literal["return"],
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[dict[str, dict[str, Any]] | InputError]: ...
     async def embed(
         self,
         texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],

@@ -1,0 +1,470 @@
+"""Decision requests to prompts: one state, typed questions, and where each answer is read.
+
+The format, the default prompt and the marks are those of transformers' decision pipeline.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from string import ascii_uppercase
+from typing import Any
+
+import numpy as np
+
+from bytetx.checkpoint.chat_template import ChatTemplate
+from bytetx.checkpoint.control_tokens import ChatEncoder, mark_control_tokens
+from bytetx.checkpoint.decision_files import KINDS, DecisionConfig
+from bytetx.checkpoint.side_files import is_deeper
+from bytetx.encode.request import Alignment, Failure, Requests, Window
+from bytetx.errors import InputError, TooLongError, shown
+from bytetx.ops.int_lists import flatten_int_lists
+from bytetx.requests.inputs import InputReader, no_requests
+from bytetx.requests.token_ids import Errors
+
+# Where the answer of a question is read, and where the encoding is divided: no part of the prompt.
+MARK, SPLIT = "<|mark|>", "<|split|>"
+_MAX_DEPTH = 128  # levels of a request; of JSON that people write, some 10
+_CRITERIA = {"noul": Mapping, "choice": Mapping, "score": list}
+_EXAMPLES = {
+    "noul": '{"type": "noul", "instructions": "Is it spam?"}, with criteria "true" and "false" or '
+    "without",
+    "choice": '{"type": "choice", "instructions": "Which tone?", "criteria": {"calm": "polite", '
+    '"angry": null}}',
+    "score": '{"type": "score", "instructions": "How urgent?", "criteria": ["can wait", "today"]}',
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question about a state.
+
+    type: noul, choice or score.  options: by name, in the order in which the template gets them.
+    labels, descriptions: one for each option.
+    num_orders: prompts that ask it, each with its options in another order.
+    """
+
+    name: str
+    type: str
+    instructions: Any
+    options: Sequence[str]
+    labels: Sequence[str]
+    descriptions: Sequence[Any]
+    num_orders: int = 1
+
+    def rotated(self, count: int) -> "Question":
+        """The same question whose options begin with another one; labels keep their places."""
+        if not count:
+            return self
+        options = [*self.options[count:], *self.options[:count]]
+        descriptions = [*self.descriptions[count:], *self.descriptions[:count]]
+        return replace(self, options=options, descriptions=descriptions)
+
+    def variables(self) -> dict[str, Any]:
+        """The question as templates read it."""
+        given = asdict(self)
+        del given["num_orders"]
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in given.items()}
+
+
+def read_questions(given: object, config: DecisionConfig) -> list[Question]:
+    """The questions of a request in its order. Raises InputError that names every bad one."""
+    if not isinstance(given, Mapping) or not given:
+        raise InputError(
+            f"questions must be a table of questions by name, at least one, got {shown(given)}"
+        )
+    questions: list[Question] = []
+    faults: list[str] = []
+    for name, question in given.items():
+        try:
+            questions.append(_read_question(name, question, config))
+        except InputError as error:
+            faults.append(f"question {shown(name)} {error}")
+    if faults:
+        raise InputError("; ".join(faults))
+    return questions
+
+
+def _read_question(name: str, given: object, config: DecisionConfig) -> Question:
+    if not isinstance(given, Mapping):
+        raise InputError(f"must be a table, got {shown(given)}")
+    kind = given.get("type")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise InputError(f"has a type that must be one of {', '.join(KINDS)}, got {shown(kind)}")
+    fault = _fault_of(kind, given)
+    if fault is not None:
+        raise InputError(f"{fault}; a {kind} question is {_EXAMPLES[kind]}")
+    criteria = given.get("criteria") or {}
+    if kind == "noul":
+        described = {option: criteria.get(option) for option in config.noul_options}
+    elif kind == "score":
+        described = {str(level): text for level, text in enumerate(criteria)}
+    else:
+        described = dict(criteria)
+    labels = config.labels_of(kind)
+    if len(labels) < len(described):
+        raise InputError(
+            f"has {len(described)} options, and this model reads at most {len(labels)} of a {kind} "
+            f"question (labels.{kind} in decision.json); ask about fewer"
+        )
+    return Question(
+        name,
+        kind,
+        given.get("instructions"),
+        list(described),
+        list(labels[: len(described)]),
+        list(described.values()),
+    )
+
+
+def _fault_of(kind: str, given: Mapping[str, Any]) -> str | None:
+    """Why a question has not the form of its type, or None."""
+    unknown = [key for key in given if key not in ("type", "instructions", "criteria")]
+    if unknown:
+        return f"has {shown(unknown[0])}, which is not known"
+    instructions, criteria = given.get("instructions"), given.get("criteria")
+    if not _is_content(instructions) and instructions is not None:
+        return f"has instructions that must be text, a table or a list, got {shown(instructions)}"
+    if kind == "noul" and criteria is None:
+        return None
+    if not isinstance(criteria, _CRITERIA[kind]):
+        wanted = "a list of levels" if kind == "score" else "a table of descriptions by option"
+        return f"needs criteria, {wanted}, got {shown(criteria)}"
+    if kind == "score":
+        bad = [level for level in criteria if not _is_content(level)]
+        if bad:
+            return f"has a level that must be text, a table or a list, got {shown(bad[0])}"
+    else:
+        if not all(isinstance(option, str) for option in criteria):
+            return "has an option whose name is no text"
+        bad = [text for text in criteria.values() if text is not None and not _is_content(text)]
+        if bad:
+            return f"has a description that must be text, a table or a list, got {shown(bad[0])}"
+    if kind == "noul" and set(criteria) - {"true", "false"}:
+        return f'has criteria beside "true" and "false": {shown(list(criteria))}'
+    if kind != "noul" and not criteria:
+        return "needs criteria with its options"
+    return None
+
+
+def _is_content(value: object) -> bool:
+    return isinstance(value, str | dict | list)
+
+
+def default_prompt(state: Any, question: Question) -> str:
+    """The message of a chat that asks one question, for models without a template of their own."""
+    lines = [_as_text(question.instructions)]
+    entries = zip(question.options, question.labels, question.descriptions, strict=True)
+    for option, label, description in entries:
+        text = _as_text(description)
+        if question.type == "choice":
+            lines.append(f"{label}. {option}: {text}" if text else f"{label}. {option}")
+        elif question.type == "score":
+            lines.append(f"{label}. {text}")
+        else:
+            says_itself = list(question.labels) == ["Yes", "No"]
+            text = text or ("" if says_itself else option)
+            lines.append(f"{label}: {text}" if text else "")
+    lines = [line for line in lines if line]
+    first, last = question.labels[0], question.labels[-1]
+    if question.type == "noul":
+        closing = f"Answer {first} or {question.labels[1]} only."
+    else:
+        letters = list(ascii_uppercase[: len(question.labels)])
+        kind = "letter" if list(question.labels) == letters else "label"
+        thing = "option" if question.type == "choice" else "level"
+        closing = f"Answer with the {kind} of the {thing} that fits best ({first} to {last}) only."
+    return f"{_as_text(state)}\n\n" + "\n".join(lines) + f"\n{closing}"
+
+
+def _as_text(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptQuestions(Alignment):
+    """What a prompt asks: a row of `marks` for each question, the tokens before its answer."""
+
+    marks: Sequence[int]
+    questions: Sequence[Question]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    index: int
+    number: int
+    text: str
+    questions: Sequence[Question]
+
+
+class DecisionPrompts:
+    """Makes the prompts of requests for one checkpoint. Threads may share one.
+
+    config: the checkpoint's decision files.  template: its own, or None.
+    chat_template: which the default prompt is put into.
+    encoder: with MARK and SPLIT as its sentinels.
+    """
+
+    def __init__(
+        self,
+        config: DecisionConfig,
+        template: ChatTemplate | None,
+        chat_template: ChatTemplate | None,
+        encoder: ChatEncoder,
+    ):
+        self.config, self.encoder = config, encoder
+        self._template, self._chat_template = template, chat_template
+
+    def read(self, given: object, *, averages: bool) -> tuple[Any, list[Question]]:
+        """(state, questions) of a request, or of its JSON.
+
+        averages: a choice question is asked with each option first.
+        Raises InputError where the request has not its form.
+        """
+        request = self._as_table(given)
+        if request.get("assets"):
+            raise InputError(
+                f"has assets {shown(list(request['assets']))}: images, which bytetx's models do "
+                "not read; leave them out"
+            )
+        if is_deeper(dict(request), _MAX_DEPTH):
+            raise InputError(f"nests deeper than {_MAX_DEPTH} levels, or holds itself")
+        if not self.config.sanitize_control_tokens:
+            request = _without_sentinels(request)
+        questions = read_questions(request["questions"], self.config)
+        if averages:
+            questions = [
+                replace(question, num_orders=len(question.options))
+                if question.type == "choice"
+                else question
+                for question in questions
+            ]
+        return request["state"], questions
+
+    def _as_table(self, given: object) -> Mapping[str, Any]:
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"is no JSON: {error}") from None
+        if not isinstance(given, Mapping) or not {"state", "questions"} <= given.keys():
+            raise InputError(
+                'must be {"state": ..., "questions": {name: question, ...}}, as a dict or its '
+                f"JSON, got {shown(given)}"
+            )
+        return given
+
+    def groups(self, questions: Sequence[Question]) -> Iterator[list[Question]]:
+        """The questions of each prompt: all of them where the template reads them together."""
+        together = self._template is not None and self._reads_all
+        for group in [list(questions)] if together else [[question] for question in questions]:
+            for count in range(max(question.num_orders for question in group)):
+                yield [question.rotated(count % question.num_orders) for question in group]
+
+    @cached_property
+    def _reads_all(self) -> bool:
+        assert self._template is not None
+        return "questions" in self._template.facts().variables
+
+    @cached_property
+    def _source(self) -> ChatTemplate:
+        """The template that is rendered. InputError where the checkpoint has none at all."""
+        template = self._template or self._chat_template
+        if template is None:
+            raise InputError(
+                "this checkpoint has no chat template, which its prompts are put into; add "
+                "chat_template.jinja, or decision_template.jinja"
+            )
+        return template.default
+
+    @cached_property
+    def _control_tokens(self) -> Any:
+        return self.encoder.control_tokens(self._source.facts().literals)
+
+    def render(self, state: Any, questions: Sequence[Question]) -> str:
+        """The text of one prompt, with MARK and SPLIT where the template writes them."""
+        if self._template is None:
+            content, variables = default_prompt(state, questions[0]), {}
+        else:
+            asked = [question.variables() for question in questions]
+            content, variables = "", {"state": state, "question": asked[0], "questions": asked}
+        if self.config.sanitize_control_tokens:
+            content = mark_control_tokens(content, self._control_tokens)
+            variables = mark_control_tokens(variables, self._control_tokens)
+        messages = [{"role": "user", "content": content}]
+        return self._source.render(messages, {"enable_thinking": False, **variables})
+
+
+def _without_sentinels(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The request whose texts and keys write neither MARK nor SPLIT."""
+    kept = {key: value for key, value in request.items() if key != "assets"}
+    try:
+        text = json.dumps(kept, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"has no form in JSON: {error}") from None
+    found: Mapping[str, Any] = json.loads(text.replace(MARK, "").replace(SPLIT, ""))
+    return found
+
+
+@dataclass(slots=True)
+class DecisionReader(InputReader):
+    """Turns decision requests into rows, one for each prompt.
+
+    prompts: what makes the prompts.  averages: as of DecisionPrompts.read.
+    check: raises InputError for a question that the model cannot score.
+    """
+
+    prompts: DecisionPrompts | None = field(default=None, repr=False)
+    averages: bool = False
+    check: Callable[[Question], object] | None = None
+
+    def estimate_tokens(self, item: Any) -> int:
+        if isinstance(item, str):
+            return len(item) // 4 + 1
+        questions = item.get("questions") if isinstance(item, Mapping) else None
+        count = len(questions) if isinstance(questions, Mapping) else 1
+        return max(count, 1) * (_num_characters(item) // 4 + 1)
+
+    def read(self, inputs: Sequence[object], start: int) -> Window:
+        errors: Errors = {}
+        prompts: list[_Prompt] = []
+        for index, item in enumerate(inputs, start):
+            try:
+                prompts += self._prompts_of(index, item)
+            except (InputError, TypeError, ValueError, RecursionError) as error:
+                errors[index] = _named(index, error)
+        requests = self._rows(prompts, errors)
+        if not errors:
+            return Window(start, len(inputs), requests)
+        if not self.keeps_errors:
+            raise errors.pop(min(errors))
+        requests = requests.take(np.flatnonzero(~np.isin(requests.indices, list(errors))))
+        failures = [Failure(index, errors[index]) for index in sorted(errors)]
+        return Window(start, len(inputs), requests, failures)
+
+    def _prompts_of(self, index: int, item: object) -> list[_Prompt]:
+        assert self.prompts is not None
+        state, questions = self.prompts.read(item, averages=self.averages)
+        for question in questions if self.check is not None else ():
+            try:
+                self.check(question)
+            except InputError as error:
+                raise InputError(f"question {shown(question.name)} {error}") from None
+        return [
+            _Prompt(index, number, self.prompts.render(state, group), group)
+            for number, group in enumerate(self.prompts.groups(questions))
+        ]
+
+    def _rows(self, prompts: Sequence[_Prompt], errors: Errors) -> Requests:
+        rows, alignments = [], []
+        kept = []
+        for prompt, ids in zip(prompts, self._encoded(prompts, errors), strict=True):
+            row, marks = self._divided(ids)
+            if prompt.index in errors:
+                continue
+            if len(marks) < len(prompt.questions) or not row:
+                errors[prompt.index] = InputError(
+                    f"requests[{prompt.index}] makes a prompt of {len(row)} tokens with "
+                    f"{len(marks)} marks for {len(prompt.questions)} questions; the checkpoint's "
+                    "decision_template.jinja has to write one for each"
+                )
+                continue
+            kept.append(prompt)
+            rows.append(row)
+            alignments.append(
+                PromptQuestions(None, None, None, [], marks=marks, questions=prompt.questions)
+            )
+        if not rows:
+            return no_requests()
+        seqlens = np.array([len(row) for row in rows], dtype=np.int32)
+        token_ids = flatten_int_lists(rows, total=int(seqlens.sum()))
+        assert token_ids is not None  # the tokenizer checked them when it was loaded
+        requests = Requests(
+            np.array([prompt.index for prompt in kept], dtype=np.int64),
+            seqlens,
+            token_ids,
+            np.zeros(len(rows), dtype=bool),
+            alignments=alignments,
+            chunks=np.array([prompt.number for prompt in kept], dtype=np.int32),
+        )
+        self._check_sizes(requests, errors)
+        self.check_range(requests, errors)
+        return requests
+
+    def _encoded(self, prompts: Sequence[_Prompt], errors: Errors) -> list[list[int]]:
+        """The ids of each prompt; of all at once, unless one of them is bad."""
+        assert self.prompts is not None
+        encoder = self.prompts.encoder
+        try:
+            return encoder.encode([prompt.text for prompt in prompts])
+        except InputError:
+            pass
+        found: list[list[int]] = []
+        for prompt in prompts:
+            try:
+                found += encoder.encode([prompt.text])
+            except InputError as error:
+                errors[prompt.index] = _named(prompt.index, error)
+                found.append([])
+        return found
+
+    def _divided(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """(the prompt's own ids, marks): how many of them are before each MARK, or before its end
+        where there is none."""
+        assert self.prompts is not None
+        mark, split = self.prompts.encoder.sentinel_ids
+        row: list[int] = []
+        marks: list[int] = []
+        for token_id in ids:
+            if token_id == mark:
+                marks.append(len(row))
+            elif token_id != split:
+                row.append(token_id)
+        # Nothing stands before a mark at the start: transformers reads the last token then.
+        return row, [place or len(row) for place in marks] or [len(row)]
+
+    def _check_sizes(self, requests: Requests, errors: Errors) -> None:
+        """Finds prompts that are longer than the model, and requests with too many of them."""
+        limit = self.spec.max_positions if self.tokenizer is None else self.tokenizer.max_tokens
+        sizes = np.bincount(requests.indices - requests.indices[0], requests.seqlens)
+        for row in np.flatnonzero(requests.seqlens > limit).tolist():
+            index = int(requests.indices[row])
+            errors[index] = TooLongError(
+                f"requests[{index}] makes a prompt of {requests.seqlens[row]} tokens, the model "
+                f"takes {limit}; shorten its state"
+            )
+        most = self.max_chunk_tokens
+        if most is None:
+            return
+        for place in np.flatnonzero(sizes > most).tolist():
+            index = int(requests.indices[0]) + place
+            errors[index] = TooLongError(
+                f"requests[{index}] makes prompts of {int(sizes[place])} tokens together, the most "
+                f"is {most}; ask fewer questions at a time"
+            )
+
+
+def _named(index: int, error: Exception) -> InputError:
+    """The error of a request, named by its place among the others."""
+    kind = type(error) if isinstance(error, InputError) else InputError
+    text = "nests too deep" if isinstance(error, RecursionError) else str(error)
+    return kind(f"requests[{index}] {text}").with_traceback(None)
+
+
+def _num_characters(value: object) -> int:
+    """About the characters of a request; its own texts are counted, whatever holds them."""
+    waiting, count, most = [value], 0, 1 << 20
+    while waiting and most:
+        one = waiting.pop()
+        most -= 1
+        if isinstance(one, str):
+            count += len(one)
+        elif isinstance(one, Mapping):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            waiting += one
+        else:
+            count += 4
+    return count
