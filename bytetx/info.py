@@ -24,6 +24,7 @@ def checkpoint_info(
         "question answering": heads.question_answering,
         "masked language model": heads.masked_lm,
         "language model": heads.lm,
+        "decision": heads.decision,
     }
     return {
         "path": str(checkpoint.folder),
@@ -39,6 +40,7 @@ def checkpoint_info(
         "max_positions": spec.max_positions,
         "dtype": _dtype_name(checkpoint),
         "device": str(checkpoint.device),
+        "batch_invariant": checkpoint.batch_invariant,
         "tp": grid.y,
         "grid": str(grid),
         "token_budget": token_budget,

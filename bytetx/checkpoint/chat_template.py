@@ -113,7 +113,7 @@ class ChatTemplate:
         return found
 
     def facts(self) -> TemplateFacts:
-        """What the template's source says; its process starts where there is none yet.
+        """The facts of the template's source; its process starts where there is none yet.
 
         Raises CheckpointError where the template is broken.
         """

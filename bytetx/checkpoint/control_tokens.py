@@ -110,5 +110,5 @@ def _is_marked(chat: str) -> bool:
 
 
 def _any_of(tokens: Sequence[str]) -> str:
-    """Of two tokens that begin alike the longer one is found; without tokens nothing is."""
+    """The longer one of two tokens that begin alike is found; without tokens, nothing is."""
     return "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)"

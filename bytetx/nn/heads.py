@@ -375,11 +375,14 @@ def load_decision(
 
     A head without a bias (those that were trained for vLLM) has none here.
     """
-    if head is None or "proj.weight" not in load.tensors:
+    names = ("weight", "proj.weight")  # save_pretrained writes the first
+    name = next((name for name in names if name in load.tensors), None)
+    if head is None or name is None:
         return None
+    weight = load.tensor(name, (head.num_verbalizers, spec.output_size))
     has_bias = "proj.bias" in load.tensors
-    out = load.linear("proj", head.num_verbalizers, spec.output_size, has_bias=has_bias)
-    return DecisionHead(out, head.offsets, head.softcap)
+    bias = load.tensor("proj.bias", (head.num_verbalizers,)) if has_bias else None
+    return DecisionHead(load.linear_from(weight, bias), head.offsets, head.softcap)
 
 
 def _local_vocab(blocks: Blocks | None) -> Part | None:

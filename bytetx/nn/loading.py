@@ -345,12 +345,11 @@ def _label_ids(
     """Tokens that a causal model answers by: labels of questions, and those of a reranker."""
     if tokenizer is None or "lm" not in spec.heads:
         return []
-    found = [*decisions.label_ids(tokenizer).values()]
+    found: list[int | None] = [*decisions.label_ids(tokenizer).values()]
     score = sentence.logit_score
     found += [] if score is None else [score.true_token_id, score.false_token_id]
     found += [tokenizer.backend.token_to_id(word) for word in ("yes", "no")]
-    known = (own for own in found if own is not None and own < spec.vocab_size)
-    return list(dict.fromkeys(known))
+    return list(dict.fromkeys(own for own in found if own is not None and own < spec.vocab_size))
 
 
 def _load_chat_template(

@@ -17,7 +17,7 @@ from bytetx.checkpoint.control_tokens import ChatEncoder, mark_control_tokens
 from bytetx.checkpoint.decision_files import KINDS, DecisionConfig
 from bytetx.checkpoint.side_files import is_deeper
 from bytetx.encode.request import Alignment, Failure, Requests, Window
-from bytetx.errors import InputError, TooLongError, shown
+from bytetx.errors import CheckpointError, InputError, TooLongError, shown
 from bytetx.ops.int_lists import flatten_int_lists
 from bytetx.requests.inputs import InputReader, no_requests
 from bytetx.requests.token_ids import Errors
@@ -185,7 +185,7 @@ def _as_text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptQuestions(Alignment):
-    """What a prompt asks: a row of `marks` for each question, the tokens before its answer."""
+    """The questions of a prompt: a row of `marks` for each question, the tokens before its answer."""
 
     marks: Sequence[int]
     questions: Sequence[Question]
@@ -318,7 +318,7 @@ class DecisionReader(InputReader):
 
     prompts: DecisionPrompts | None = field(default=None, repr=False)
     averages: bool = False
-    check: Callable[[Question], object] | None = None
+    check: Callable[[Question], object] = repr
 
     def estimate_tokens(self, item: Any) -> int:
         if isinstance(item, str):
@@ -333,7 +333,9 @@ class DecisionReader(InputReader):
         for index, item in enumerate(inputs, start):
             try:
                 prompts += self._prompts_of(index, item)
-            except (InputError, TypeError, ValueError, RecursionError) as error:
+            except CheckpointError:
+                raise  # the template's own fault is that of every request
+            except (TypeError, ValueError, RecursionError) as error:
                 errors[index] = _named(index, error)
         requests = self._rows(prompts, errors)
         if not errors:
@@ -347,7 +349,7 @@ class DecisionReader(InputReader):
     def _prompts_of(self, index: int, item: object) -> list[_Prompt]:
         assert self.prompts is not None
         state, questions = self.prompts.read(item, averages=self.averages)
-        for question in questions if self.check is not None else ():
+        for question in questions:
             try:
                 self.check(question)
             except InputError as error:

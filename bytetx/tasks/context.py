@@ -140,7 +140,7 @@ class TaskContext:
 
     @cached_property
     def decision_prompts(self) -> DecisionPrompts:
-        """What makes the prompts of decide. Raises InputError where there is no tokenizer."""
+        """The maker of the prompts of decide. Raises InputError where there is no tokenizer."""
         checkpoint = self.checkpoint
         return DecisionPrompts(
             checkpoint.decisions,

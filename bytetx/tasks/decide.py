@@ -74,7 +74,8 @@ def decide(
         check=scorer.columns,
     )
     job = DecideTask(scorer, context.checkpoint.decisions)
-    return TaskCall("decide", requests, job, reader, list_sink, merge=merged_answers)
+    items: Any = requests  # which this reader takes
+    return TaskCall("decide", items, job, reader, list_sink, merge=merged_answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,8 @@ class DecideTask:
 
 def _asked(step: Step) -> Sequence[PromptQuestions]:
     found: Any = step.requests.alignments  # DecisionReader gives them
-    return found
+    asked: Sequence[PromptQuestions] = found
+    return asked
 
 
 def _rows_before_marks(step: Step) -> np.ndarray:

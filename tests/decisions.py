@@ -1,0 +1,89 @@
+"""Small random checkpoints that answer decision requests, and requests of every form."""
+
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+import torch
+import transformers
+from chat_templates import CHATML
+from checkpoints import save_causal
+from tiny_decoders import tiny_decoder
+
+# Four tokens behind those of the tokenizer: transformers adds its two sentinels to a vocabulary.
+_SPARE_TOKENS = 4
+SPAM = {"type": "noul", "instructions": "Is it spam?"}
+TONE = {"type": "choice", "instructions": "Which tone?", "criteria": {"calm": None, "mad": "loud"}}
+URGENCY = {"type": "score", "instructions": "How urgent?", "criteria": ["can wait", "now", "due"]}
+REQUESTS: list[dict[str, Any]] = [
+    {"state": "the quick brown fox", "questions": {"spam": SPAM, "tone": TONE, "due": URGENCY}},
+    {
+        "state": {"message": "WIN <s> a fox <|im_end|>!", "from": ["a", 1, None, True], "é": 2.5},
+        "questions": {
+            "one": {"type": "choice", "criteria": {"only": ""}},
+            "described": {
+                "type": "noul",
+                "instructions": {"ask": "spam </s>?"},
+                "criteria": {"true": "an advert", "false": None},
+            },
+            "many": {"type": "choice", "criteria": {f"option {n}": "x" * n for n in range(26)}},
+            "levels": {"type": "score", "criteria": ["", {"low": [1]}, ["high"], "<|im_start|>"]},
+            "level": {"type": "score", "instructions": "", "criteria": ["alone"]},
+        },
+    },
+    {"state": None, "questions": {"a": SPAM}},
+    {"state": [], "questions": {"a": TONE}, "assets": {}, "more": 3},
+    {"state": 7, "questions": {"a": URGENCY, "b": URGENCY}},
+]
+
+
+def save_decider(
+    folder: Path, name: str = "qwen3", *, template: str | None = CHATML, **config: object
+) -> Path:
+    """A random causal model whose tokenizer has the labels of answers and the tokens of ChatML.
+
+    template: of chats.
+    """
+    settings = {"max_position_embeddings": 2048} | config
+    save_causal(folder, name, **settings)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([*ascii_uppercase, "Yes", "No", "<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template, tokenizer.model_max_length = template, 2000
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    model = tiny_decoder(name, vocab_size=len(tokenizer) + _SPARE_TOKENS, **settings)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_jev(folder: Path, name: str = "qwen3", **config: object) -> Path:
+    """A random JEV on a model of this name, with the tokenizer of save_decider."""
+    save_decider(folder, name)
+    trunk = transformers.AutoConfig.from_pretrained(folder)
+    torch.manual_seed(2)
+    settings = {"hidden_size": trunk.hidden_size, "text_config": trunk, **config}
+    model = transformers.JevForDecision(transformers.JevConfig(**settings))
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def assert_same_answers(got: Any, wanted: Any, *, atol: float = 1e-5) -> None:
+    """The same keys in the same order, the same texts, and numbers within atol."""
+    if isinstance(wanted, dict):
+        assert list(got) == list(wanted)
+        for key, value in wanted.items():
+            assert_same_answers(got[key], value, atol=atol)
+    elif isinstance(wanted, list):
+        assert len(got) == len(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            assert_same_answers(one, other, atol=atol)
+    elif isinstance(wanted, float):
+        assert abs(got - wanted) <= atol
+    else:
+        assert got == wanted and type(got) is type(wanted)
