@@ -1,5 +1,6 @@
 """Small random checkpoints that answer decision requests, and requests of every form."""
 
+import json
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -71,6 +72,21 @@ def save_jev(folder: Path, name: str = "qwen3", **config: object) -> Path:
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     return folder
+
+
+def stock_pipeline(folder: Path) -> transformers.DecisionPipeline:
+    """transformers' pipeline. The model is loaded by its class: from a folder alone, the pipeline
+    makes a decision head of gigabytes for a Qwen2 that has none."""
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, architecture).from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return transformers.pipeline("decision", model=model, tokenizer=tokenizer, device="cpu")
+
+
+def stock(folder: Path, requests: list[Any]) -> list[Any]:
+    """The answers of transformers' pipeline."""
+    answers: list[Any] = stock_pipeline(folder)(requests)
+    return answers
 
 
 def assert_same_answers(got: Any, wanted: Any, *, atol: float = 1e-5) -> None:

@@ -185,7 +185,7 @@ def _as_text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptQuestions(Alignment):
-    """The questions of a prompt: a row of `marks` for each question, the tokens before its answer."""
+    """The questions of a prompt: `marks` has the tokens before each answer."""
 
     marks: Sequence[int]
     questions: Sequence[Question]

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 from checkpoints import edit_json
 from decisions import (
     REQUESTS,
@@ -18,6 +17,8 @@ from decisions import (
     assert_same_answers,
     save_decider,
     save_jev,
+    stock,
+    stock_pipeline,
 )
 from tiny import one_thread  # noqa: F401  (autouse)
 
@@ -34,12 +35,6 @@ TOGETHER = (
     "{{ state | tojson }}{% for q in questions %}<|split|>{{ q.name }}? "
     "{{ q.options | join(', ') }}:<|mark|>{% endfor %}"
 )
-
-
-def stock(folder: Path, requests: list[Any]) -> list[Any]:
-    pipe = transformers.pipeline("decision", model=str(folder), device="cpu")
-    answers: list[Any] = pipe(requests)
-    return answers
 
 
 def assert_same(folder: Path, requests: list[Any] = REQUESTS, **options: Any) -> list[Any]:
@@ -212,7 +207,7 @@ def test_a_bad_request(request_: Any, message: str, decider: Path, model: bytetx
 
 
 def test_transformers_refuses_the_same_requests(decider: Path) -> None:
-    pipe = transformers.pipeline("decision", model=str(decider), device="cpu")
+    pipe = stock_pipeline(decider)
     for request, _ in BAD:
         with pytest.raises((ValueError, TypeError)):
             pipe.preprocess(request)
