@@ -130,21 +130,19 @@ class LmHead:
         labels = self.labels
         if labels is not None and set(token_ids) <= set(labels.token_ids):
             columns = [labels.token_ids.index(token_id) for token_id in token_ids]
-            return self._scaled(linear(rows, labels.weight))[:, columns].float()
+            own = replace(self, decoder=labels.weight, blocks=None)
+            return own._run(rows)[:, columns].float()
         block, columns = logits_block(self.vocab_size), list(token_ids)
         pieces = [self.forward(some)[:, columns].float() for some in rows.split(block)]
         return torch.cat(pieces) if pieces else rows.new_empty((0, len(columns))).float()
 
     def _run(self, rows: torch.Tensor) -> torch.Tensor:
-        logits = self._scaled(linear(rows, self.decoder))
-        return logits if self.blocks is None else self.blocks.gather_vocab(logits)
-
-    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = linear(rows, self.decoder)
         if self.divisor != 1.0:
             logits /= self.divisor
         if self.softcap:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits
+        return logits if self.blocks is None else self.blocks.gather_vocab(logits)
 
     @torch.inference_mode()
     def log_likelihoods(
