@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 import bytetx
 from bytetx.serve import (
+    routes_decide,
     routes_generate,
     routes_openai,
     routes_ops,
@@ -91,6 +92,8 @@ ROUTES: Mapping[tuple[str, str], Route] = dict(
         _post("/v1/embeddings", routes_openai.embeddings, schemas.EmbeddingsRequest),
         _post("/v1/rerank", routes_openai.rerank_v1, schemas.OpenAIRerankRequest),
         _post("/v2/rerank", routes_openai.rerank_v2, schemas.OpenAIRerankRequest),
+        _post("/v1/systemone", routes_decide.systemone, schemas.SystemOneRequest),
+        _post("/v1/decisions", routes_decide.decisions, schemas.DecisionsRequest),
         _post("/v1/completions", routes_generate.completions, schemas.CompletionRequest),
         _post("/v1/chat/completions", routes_generate.chat_completions, schemas.ChatRequest),
         _get("/v1/models", routes_openai.list_models),

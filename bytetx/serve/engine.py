@@ -59,6 +59,7 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         "rerank": reranks,
         "tag": heads.token is not None,
         "generate": has_lm,
+        "decide": (has_lm or heads.decision is not None) and _can_ask(model),
         "tokenize": model.tokenizer is not None,
     }
     can |= {spec.name: _is_able(spec, model) for spec in DECLARED.values() if spec.has_route}
@@ -80,6 +81,13 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         similarity=model.similarity_function,
         created=int(time.time()),
     )
+
+
+def _can_ask(model: Model) -> bool:
+    """Whether there is a template that questions are put into."""
+    checkpoint = model.checkpoint
+    has_template = checkpoint.chat_template or checkpoint.decision_template
+    return model.tokenizer is not None and has_template is not None
 
 
 def _is_able(spec: TaskSpec, model: Model) -> bool:
@@ -378,6 +386,15 @@ def _decode_now(served: ServedModel, call: Call) -> Outcome:
     return Outcome(Timings(num_texts=len(rows), num_tokens=sum(map(len, call.inputs))), rows)
 
 
+async def _decide(served: ServedModel, call: Call) -> Outcome:
+    """rows: the answers of each request, by the name of the question"""
+    try:
+        result = await served.model.decide(call.inputs)
+    except InputError as error:  # a body is one request
+        raise type(error)(str(error).removeprefix("requests[0] ")) from error
+    return Outcome(_timings(result.stats), list(result))
+
+
 async def _declared(served: ServedModel, call: Call) -> Outcome:
     """rows: the result of each text, dataclasses as tables"""
     spec = DECLARED[call.options["name"]]
@@ -431,6 +448,7 @@ TASKS: Mapping[str, Callable[[ServedModel, Call], Awaitable[Outcome]]] = {
     "similarity": _similarity,
     "tokenize": _tokenize,
     "decode": _decode,
+    "decide": _decide,
     "declared": _declared,
 }
 

@@ -63,6 +63,7 @@ async def info(exchange: Exchange) -> Response:
         "max_queued_tokens": settings.max_queued_tokens,
         "payload_limit": settings.payload_limit_bytes,
         "auto_truncate": settings.auto_truncate,
+        "batch_invariant": facts.info["batch_invariant"],
         "tokenization_workers": settings.tokenization_workers,
         "version": bytetx.__version__,
         "sha": None,

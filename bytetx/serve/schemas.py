@@ -306,6 +306,30 @@ class _TeiRequest(Request):
         return self.truncation_direction in ("Left", "left")
 
 
+MAX_QUESTIONS = 64  # of one body, as transformers serve takes them
+_State = str | dict[str, Any] | list[Any]
+_Questions = Annotated[dict[str, Any], Field(min_length=1, max_length=MAX_QUESTIONS)]
+
+
+class SystemOneRequest(_OpenRequest):
+    state: _State = Field(description="What the questions are about: any JSON.")
+    questions: _Questions = Field(
+        description='By name: {"type": "noul", "choice" or "score", "instructions", "criteria"}.'
+    )
+    assets: OrNull[dict[str, Any]] = Field({}, description="Images, which no model here reads.")
+    model: str | None = Field(None, description="A served model; the first one.")
+
+
+class DecisionsRequest(_OpenRequest):
+    input: str | _List[dict[str, Any]] | None = Field(None, description="A text, or messages.")
+    questions: Annotated[_List[dict[str, Any]], Field(max_length=MAX_QUESTIONS)] | _Questions = (
+        Field(description='{"type": "predicate", "choice" or "score", "name", "instructions", ...}')
+    )
+    state: _State | None = Field(None, description="In place of input, as for /v1/systemone.")
+    assets: OrNull[dict[str, Any]] = {}
+    model: str | None = Field(None, description="A served model; the first one.")
+
+
 class TaskRequest(Request):
     task: str = Field(description="A task of GET /info, such as score.")
     texts: _List[str | _List[int] | tuple[str, str]] = Field(

@@ -1,5 +1,6 @@
 """Fixtures of the server's tests: checkpoints, a server process, and the application in process."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "writer": save_causal(root / "writer", "gpt2"),
     }
     (paths["writer"] / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    labels = {"noul": ["a", "b"], "choice": list("abcde"), "score": list("abcde")}
+    (paths["writer"] / "decision.json").write_text(json.dumps({"labels": labels}))
     return paths
 
 

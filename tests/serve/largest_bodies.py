@@ -86,6 +86,24 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
     ],
     "/v1/rerank": _pairs("documents", model="reranker"),
     "/v2/rerank": _pairs("documents", model="reranker"),
+    "/v1/systemone": lambda text: [
+        {"state": text, "questions": {"a": {"type": "noul"}}, "model": "writer"},
+        {"state": "a", "questions": dict.fromkeys("abcdefgh", {"type": "noul"}), "model": "writer"},
+        {
+            "state": "a",
+            "questions": {"a": {"type": "choice", "criteria": dict.fromkeys(_split(text))}},
+            "model": "writer",
+        },
+    ],
+    "/v1/decisions": lambda text: [
+        {"input": text, "questions": [{"type": "predicate"}] * 64, "model": "writer"},
+        {"input": "a", "questions": [{"type": "predicate"}] * 8, "model": "writer"},
+        {
+            "input": [{"role": "user", "content": "a"}] * (len(text) // 40),
+            "questions": [{"type": "predicate"}],
+            "model": "writer",
+        },
+    ],
     "/v1/completions": lambda text: [
         {"prompt": text, "model": "writer", "max_tokens": 4},
         {"prompt": "a", "model": "writer", "max_tokens": 4, "stop": [""] * (len(text) // 4)},

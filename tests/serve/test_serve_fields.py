@@ -28,6 +28,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "a fox"},
     "/v1/rerank": {"query": "a", "documents": ["b", "c"], "model": "reranker"},
     "/v2/rerank": {"query": "a", "documents": ["b", "c"], "model": "reranker"},
+    "/v1/systemone": {"state": "a fox", "questions": {"a": {"type": "noul"}}, "model": "writer"},
+    "/v1/decisions": {"input": "a fox", "questions": [{"type": "predicate"}], "model": "writer"},
     "/v1/completions": {
         **{"prompt": "a", "model": "writer", "max_tokens": 3, "seed": 5, "stop": "x"},
         "stream_options": {},

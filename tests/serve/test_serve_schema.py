@@ -11,6 +11,7 @@ from bytetx.serve.app import ROUTES
 NAMES = {"/predict": "classifier", "/predict_tokens": "tagger", "/embed_sparse": "sparse"}
 NAMES |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "reranker")
 NAMES |= dict.fromkeys(("/v1/completions", "/v1/chat/completions"), "writer")
+NAMES |= dict.fromkeys(("/v1/systemone", "/v1/decisions"), "writer")
 
 
 @pytest.mark.feature("Server", "a schema of every route")
