@@ -362,6 +362,47 @@ def score(options: JobOptions) -> None:
 
 @app.command()
 @with_job_options
+def decide(
+    options: JobOptions,
+    order: Annotated[
+        str,
+        typer.Option(
+            help="given, or average: the mean over the n cyclic orders of a choice question's n "
+            "options, for n times the cost."
+        ),
+    ] = "given",
+    calibrate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help='Fit the temperatures to requests that also have "answers": {name: true, an '
+            "option or a level}, and write them into decision.json: the model folder's, or that "
+            "of -o.",
+        ),
+    ] = None,
+    reliability: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.svg", help="With --calibrate: a picture of confidence and accuracy."
+        ),
+    ] = None,
+) -> None:
+    """Answers to the typed questions of each request, with a probability for each option."""
+    if calibrate is not None:
+        from bytetx.cli.decisions import calibrate_decisions
+
+        print(calibrate_decisions(options, calibrate, order=order, picture=reliability))
+        return
+    if reliability is not None:
+        raise typer.BadParameter("--reliability goes with --calibrate")
+    from bytetx.cli.files.command import run_decision_job
+    from bytetx.cli.files.tasks import decide_task
+
+    run_decision_job(options, decide_task({} if order == "given" else {"order": order}))
+
+
+@app.command()
+@with_job_options
 def generate(
     options: JobOptions,
     max_tokens: Annotated[

@@ -129,7 +129,7 @@ def _content(place: int, message: dict[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
+    parts: list[Any] = content if isinstance(content, list) else [content]
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
@@ -142,7 +142,7 @@ def _content(place: int, message: dict[str, Any]) -> str:
 
 
 def _openai_answer(given: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    start = {"type": given["type"], "name": given.get("name")}
+    start: dict[str, Any] = {"type": given["type"], "name": given.get("name")}
     if given["type"] == "predicate":
         return start | {"probability": answer["noul"]}
     chances = list(answer["probabilities"].values())

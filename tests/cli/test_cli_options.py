@@ -10,10 +10,11 @@ from bytetx.sampling_params import SamplingParams
 from bytetx.tasks.task import TASKS
 
 COMMANDS = ("embed", "embed_sparse", "embed_tokens", "classify", "tag", "answer", "fill_mask")
-COMMANDS += ("score", "rerank", "generate")
+COMMANDS += ("score", "decide", "rerank", "generate")
 # The query and its file are inputs, and so are sampling parameters.
 INPUTS = {
     "rerank": {"query", "query_file"},
+    "decide": {"calibrate", "reliability"},
     "generate": {"generation_config", *SamplingParams.__dataclass_fields__},
 }
 

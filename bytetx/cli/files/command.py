@@ -89,6 +89,28 @@ def run_prompt_job(options: JobOptions, task: JobTask) -> None:
     _run_rows(options, task, Shape(columns, chats=True, keep=_keep(options, task)))
 
 
+def run_decision_job(options: JobOptions, task: JobTask) -> None:
+    """Runs a task on each request of the inputs: a JSON object on each line."""
+    if options.truncate:
+        raise typer.BadParameter("--truncate does not go with requests, which are never cut")
+    if options.column:
+        raise typer.BadParameter("--column does not go with requests, which are whole lines")
+    shape = Shape((), decisions=True, keep=_keep(options, task))
+    sources = open_sources(options.files or [], format=options.input_format)
+    if any(source.format not in ("jsonl", "text") for source in sources):
+        raise typer.BadParameter(
+            'decide reads .jsonl with {"state": ..., "questions": {...}} on each line'
+        )
+    _run(options, task, JobInputs(sources, lambda: read_records(sources, shape)), keep=shape.keep)
+
+
+def load_model(options: JobOptions, name: str) -> tuple[Path, Any]:
+    """(the checkpoint's folder, the model) of a command that is no job. name: of the command."""
+    task = JobTask(name, {}, {}, lambda model, suffix: model)
+    folder = _checkpoint_folder(options, task)
+    return folder, _load(options, folder, task)
+
+
 def run_rank_job(
     options: JobOptions, task: JobTask, *, query: str | None, query_file: str | None
 ) -> None:

@@ -13,7 +13,7 @@ MAX_LEVELS = 100
 _MAX_QUOTED = 200  # characters of an input in an error
 
 Chat = list[dict[str, Any]]
-Value = str | tuple[str, str] | list[int] | Chat
+Value = str | tuple[str, str] | list[int] | Chat | dict[str, Any]
 
 
 class RecordError(InputError):
@@ -77,16 +77,18 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of one record: the columns to take, and whether jsonl lines are rerank requests.
+    """The shape of one record: the columns to take, or that a jsonl line is a whole request.
 
     columns: one (texts) or two (pairs). Text files have none: a line is the text.
     chats: whether a text may also be a list of messages.
+    decisions: whether lines are decision requests, without columns; in a text file as well.
     keep: columns that are copied into the output. The one of a text file is "text", the line.
     """
 
     columns: tuple[str, ...] = ("text",)
     rank_requests: bool = False
     chats: bool = False
+    decisions: bool = False
     keep: tuple[str, ...] = ()
 
     @property
@@ -118,6 +120,10 @@ def take_value(row: Mapping[str, Any], shape: Shape) -> Value | RankRequest:
     """The value of the columns that `shape` names. Raises BadLine."""
     if shape.rank_requests:
         return _take_request(row)
+    if shape.decisions:
+        if is_too_deep(row):
+            raise BadLine(f"the request is nested more than {MAX_LEVELS} levels deep")
+        return dict(row)
     values = [_take(row, column, shape) for column in shape.columns]
     if len(values) == 1:
         return values[0]

@@ -159,6 +159,7 @@ _SIDE_NAMES = {
     "adapter_config.json",
     "config.json",
     "config_sentence_transformers.json",
+    "decision.json",
     "generation_config.json",
     "modules.json",
     "router_config.json",

@@ -215,6 +215,24 @@ def score_task(options: dict[str, Any]) -> JobTask:
     return JobTask("score", options, columns, open_task)
 
 
+def decide_task(options: dict[str, Any]) -> JobTask:
+    """The answers to each request: {"index", "answers"}; in parquet, answers are JSON.
+
+    options: keyword arguments of Model.decide.
+    """
+
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        model.decide([], **options)  # checks the model and the options early
+        is_text = suffix == ".parquet"
+
+        def to_json(answers: Any) -> str:
+            return _json({"answers": _json(answers) if is_text else answers})
+
+        return _streaming(model.decide, options), _line_encoder(to_json, suffix)
+
+    return JobTask("decide", options, {"answers": "string"}, open_task)
+
+
 def generate_task(
     params: dict[str, Any],
     sizes: dict[str, Any],
