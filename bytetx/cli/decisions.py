@@ -25,7 +25,7 @@ _NUM_BINS = 10
 # A fitted temperature is at most so many times as high or low as the one before: a few questions
 # that are all answered right would make every answer certain.
 _MOST_FACTOR = 20.0
-_STEPS = 60  # of the bisection: far below the rounding of a double
+_STEPS = 60  # halvings of the interval, which end far below a rounding error
 
 
 @dataclass(frozen=True, slots=True)

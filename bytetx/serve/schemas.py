@@ -306,7 +306,7 @@ class _TeiRequest(Request):
         return self.truncation_direction in ("Left", "left")
 
 
-MAX_QUESTIONS = 64  # of one body, as transformers serve takes them
+MAX_QUESTIONS = 64  # in one body, as transformers serve has it
 _State = str | dict[str, Any] | list[Any]
 _Questions = Annotated[dict[str, Any], Field(min_length=1, max_length=MAX_QUESTIONS)]
 
