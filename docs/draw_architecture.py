@@ -34,7 +34,7 @@ ROWS = (
     ("base",),
 )
 # Modules at the root of bytetx/ that everything may import.
-BASE = ("arguments", "buckets", "errors", "packed", "sampling_params")
+BASE = ("arguments", "buckets", "errors", "packed", "sampling_params", "sequence_tree")
 _MEANINGS = {
     "cli": "cli<br/>commands, files",
     "hf": "hf<br/>wrap, unwrap",

@@ -35,6 +35,7 @@ class AttentionCalls(NamedTuple):
     changes_scores: whether there is a softcap or a bias.  has_mask: whether calls are causal, have
     a window, or fewer key heads.  is_aligned: whether rows start at multiples of 16 bytes.
     has_scale: whether softmax_scale is above 0.  has_work: whether there is a row and a sequence.
+    has_tree: whether sequences continue others.
     """
 
     dtype: torch.dtype
@@ -44,6 +45,7 @@ class AttentionCalls(NamedTuple):
     is_aligned: bool = True
     has_scale: bool = True
     has_work: bool = True
+    has_tree: bool = False
 
 
 # run takes what varlen_attention does, checked, with every option given.
@@ -82,14 +84,17 @@ def varlen_attention(
     sequence, or bias_positions: int32 [total_tokens], values in [0, span).
     plan: plan_attention's for this batch, made once for all layers; where None and a kernel wants
     one, the call makes its own.  With a plan, cu_seqlens may end before total_tokens: the rows past
-    its end are padding, which is neither read by the sequences nor written.
+    its end are padding, which is neither read by the sequences nor written.  With a plan of a tree,
+    tokens see their sequence's ancestors before it, max_seqlen counts these, and k and v may have
+    more rows than q: those of sequences that are keys alone.
     out: contiguous [total_tokens, num_heads, head_dim], or None for a new tensor.
     Returns out, q's dtype; accumulates in f32.
     Raises ValueError on shape, dtype or device mismatch.
     Source: FlashAttention-2 (arXiv 2307.08691), section 3; zero padding as in ByteTransformer
     (arXiv 2210.03052).
     """
-    _check(q, k, v, cu_seqlens, out)
+    tree = None if plan is None else plan.tree
+    _check(q, k, v, cu_seqlens, out, num_keys=None if tree is None else tree.total_keys)
     if relative_bias is not None:
         require_bias(
             relative_bias,
@@ -129,6 +134,7 @@ def varlen_attention(
             is_aligned=_are_aligned(q, k, v),
             has_scale=softmax_scale > 0,
             has_work=q.shape[0] > 0 and cu_seqlens.shape[0] > 1,
+            has_tree=tree is not None,
         ),
     ).run(
         q,
@@ -157,6 +163,8 @@ def _are_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _takes_plan(device: torch.device, calls: AttentionCalls) -> bool:
     fits = calls.dtype in HALF_DTYPES and 0 < calls.head_dim <= MAX_HEAD_DIM
+    if calls.has_tree and calls.changes_scores:
+        return False  # the kernel has no tiles for both
     return fits and calls.is_aligned and calls.has_scale and calls.has_work
 
 
@@ -302,7 +310,7 @@ def _why_no_flash(device: torch.device) -> str | None:
 
 
 def _takes_flash(device: torch.device, calls: AttentionCalls) -> bool:
-    fits = calls.head_dim % 8 == 0 and calls.head_dim <= MAX_HEAD_DIM
+    fits = calls.head_dim % 8 == 0 and calls.head_dim <= MAX_HEAD_DIM and not calls.has_tree
     return fits and calls.dtype in HALF_DTYPES and calls.has_work and not calls.changes_scores
 
 
@@ -372,13 +380,24 @@ def _run_torch(
     out: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    attended = reference.varlen_attention(q, k, v, cu_seqlens, **options)
+    if plan is not None and plan.tree is not None:
+        attended = reference.tree_attention(q, k, v, plan.tree, **options)
+    else:
+        attended = reference.varlen_attention(q, k, v, cu_seqlens, **options)
     return attended if out is None else out.copy_(attended)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor | None) -> None:
-    if not _are_operands(q, k, v, cu_seqlens):
-        _check_operands(q, k, v, cu_seqlens)
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor | None,
+    *,
+    num_keys: int | None,
+) -> None:
+    if num_keys is not None or not _are_operands(q, k, v, cu_seqlens):
+        _check_operands(q, k, v, cu_seqlens, num_keys=num_keys)
     if out is not None:
         require_out("out", out, like=q, shape=q.shape)
 
@@ -407,10 +426,14 @@ def _are_operands(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> bool:
     )
 
 
-def _check_operands(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
+def _check_operands(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, num_keys: int | None
+) -> None:
+    """num_keys: rows of k and v; None means as many as q has."""
     require_heads("q", q)
     shape, dtypes, device = q.shape, (q.dtype,), q.device
-    require_tensor("k", k, shape=(shape[0], None, shape[2]), dtypes=dtypes, device=device)
+    rows = shape[0] if num_keys is None else num_keys
+    require_tensor("k", k, shape=(rows, None, shape[2]), dtypes=dtypes, device=device)
     require_tensor("v", v, shape=tuple(k.shape), dtypes=dtypes, device=device)
     require_heads("k", k)
     require_heads("v", v)

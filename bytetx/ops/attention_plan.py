@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bytetx.ops import native, triton_backend
 from bytetx.ops.check import HALF_DTYPES
 from bytetx.ops.triton_backend import why_no_triton
+from bytetx.sequence_tree import MAX_ANCESTORS, SequenceTree
 
 MAX_HEAD_DIM = 256
 _ALIGNMENT_BYTES = 16
@@ -25,6 +27,8 @@ class AttentionPlan:
     is what the plan was made for and holds for; with batch_invariant every sequence opens a tile.
     A native kernel counts in the buffer, so the calls that share a plan run one after the other, as
     in one stream.
+    tree: which sequences continue others; tables: its arrays on the device, on a GPU (tiles,
+    row_bounds, ancestors) of SequenceTree.tiles, else (rows, cu_keys) of SequenceTree.key_rows.
     """
 
     buffer: Tensor
@@ -34,6 +38,8 @@ class AttentionPlan:
     causal: bool
     window: int
     batch_invariant: bool = False
+    tree: SequenceTree | None = None
+    tables: tuple[Tensor, ...] = ()
 
 
 def plan_attention(
@@ -46,6 +52,7 @@ def plan_attention(
     has_bias: bool = False,
     softcap: float = 0.0,
     batch_invariant: bool = False,
+    tree: SequenceTree | None = None,
 ) -> AttentionPlan | None:
     """Plans one batch for varlen_attention; None where no kernel takes a plan, or nothing to do.
 
@@ -54,11 +61,18 @@ def plan_attention(
     causal, window, head_dim, has_bias, softcap: as the calls that will use the plan.
     batch_invariant: every sequence opens a tile and one kernel runs them all, so that a sequence's
     bits depend on it alone; of the native kernel.
+    tree: of this batch, where sequences continue others; its plan is made on the host.  Raises
+    ValueError where such attention is not causal or has a bias.
     Costs one small kernel and no synchronisation, so that a captured graph can hold it.
     """
     batch_size = cu_seqlens.shape[0] - 1
     if batch_size == 0 or total_tokens == 0:
         return None
+    if tree is not None:
+        if not causal or has_bias:
+            raise ValueError("attention with a tree must be causal and without a relative_bias")
+        sizes = (batch_size, total_tokens, causal, window, batch_invariant)
+        return _plan_tree(tree, head_dim, softcap, cu_seqlens.device, *sizes)
     if not has_planned_kernel(cu_seqlens.device):
         if why_no_triton(cu_seqlens.device) is not None:
             return None
@@ -94,6 +108,58 @@ def plan_attention(
     )
     sizes = (tile_rows, batch_size, total_tokens)
     return AttentionPlan(buffer, *sizes, causal, window, batch_invariant)
+
+
+def _plan_tree(
+    tree: SequenceTree,
+    head_dim: int,
+    softcap: float,
+    device: torch.device,
+    batch_size: int,
+    total_tokens: int,
+    causal: bool,
+    window: int,
+    batch_invariant: bool,
+) -> AttentionPlan:
+    if (len(tree), tree.num_rows) != (batch_size, total_tokens):
+        raise ValueError(
+            f"tree must be of this batch of {batch_size} sequences and {total_tokens} tokens, got "
+            f"{len(tree)} and {tree.num_rows}"
+        )
+    sizes = (batch_size, total_tokens, causal, window, batch_invariant, tree)
+    if device.type == "cpu":
+        rows, cu_keys = map(torch.from_numpy, tree.key_rows())
+        return AttentionPlan(torch.empty(0, dtype=torch.uint8), 0, *sizes, tables=(rows, cu_keys))
+    if has_planned_kernel(device):
+        # As if every token's ancestors were its own: a tile's rows share the keys of these.
+        tile_rows = _kernels(device).tile_rows(
+            batch_size=batch_size,
+            total_tokens=int((tree.prefix_lens + tree.seqlens).sum()),
+            head_dim=head_dim if not batch_invariant and softcap == 0 else 0,
+        )
+    else:
+        tile_rows = triton_backend.kernels(device).tree_tile_rows(head_dim)
+    found = tree.tiles(tile_rows, window=window, batch_invariant=batch_invariant)
+    num_tiles = len(found.tiles)
+    # What the kernel counts in, then the tables, each from a multiple of 16 bytes on; tiles are
+    # read whole, from an even row on.
+    past_rows = np.full((tile_rows + 2 + total_tokens % 2, 2), tree.total_keys, dtype=np.int32)
+    parts = (
+        np.array([num_tiles, 0, 0, 0], dtype=np.int32),
+        found.tiles.ravel(),
+        found.ancestors.ravel(),
+        found.row_bounds.ravel(),
+        past_rows.ravel(),
+    )
+    host = torch.from_numpy(np.concatenate(parts))
+    buffer = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    _, tiles, ancestors, _, _ = buffer.split([len(part) for part in parts])
+    tables = (
+        tiles.view(-1, 4),
+        ancestors.view(-1, MAX_ANCESTORS, 2),
+        buffer[-len(parts[3]) - len(parts[4]) :].view(-1, 2),
+    )
+    return AttentionPlan(buffer.view(torch.uint8), tile_rows, *sizes, tables=tables)
 
 
 def run_planned(

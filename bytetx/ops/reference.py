@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
+from bytetx.sequence_tree import SequenceTree
 
 # Elements of one materialised bias block, [num_heads, rows, seqlen] in f32: 64 MiB whatever the
 # lengths are, and one block for every sequence that a model with 512 positions can have.
@@ -58,6 +59,40 @@ def varlen_attention(
         mask = _Mask(causal, window, relative_bias, positions)
         attended = _attend(qs, ks, vs, softmax_scale, mask, softcap)
         out[rows] = attended.transpose(1, 2).flatten(0, 1)
+    return out
+
+
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tree: SequenceTree,
+    *,
+    softmax_scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    **_: object,
+) -> Tensor:
+    """Causal attention of each sequence over its ancestors and itself, one sequence at a time.
+
+    q: [tree.num_rows, num_heads, head_dim].  k, v: [tree.total_keys, num_kv_heads, head_dim].
+    window, softcap: see ops.attention.varlen_attention.
+    """
+    group = q.shape[1] // k.shape[1]
+    rows, cu_keys = tree.key_rows()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for first, last, begin, end in zip(
+        tree.starts, tree.starts[1:], cu_keys, cu_keys[1:], strict=False
+    ):
+        if first == last or begin == end:
+            continue
+        keys = torch.from_numpy(rows[begin:end]).to(q.device)
+        qs = q[first:last].transpose(0, 1).float()  # [num_heads, rows, head_dim]
+        ks, vs = (t[keys].repeat_interleave(group, dim=1).transpose(0, 1).float() for t in (k, v))
+        mask = _Mask(True, window, None, torch.arange(len(keys), device=q.device))
+        seen = mask.rows(len(keys) - int(last - first), len(keys))
+        attended = _attend_masked(qs, ks, vs, seen, softmax_scale=softmax_scale, softcap=softcap)
+        out[first:last] = attended.transpose(0, 1)
     return out
 
 
