@@ -275,7 +275,7 @@ void attention_plan(const AttentionPlanParams& p, const Launch& launch);
 // belong to no sequence are neither read by the others nor written.
 struct PlannedAttentionParams {
     const void* q;                  // [total_tokens, num_heads, head_dim], dtype, 16-byte aligned
-    const void* k;                  // [total_tokens, num_kv_heads, head_dim]
+    const void* k;                  // [num_keys, num_kv_heads, head_dim]
     const void* v;                  // as k
     void* out;                      // as q
     int32_t* plan;                  // attention_plan's, of the same sizes, window and causal; one
@@ -284,6 +284,8 @@ struct PlannedAttentionParams {
     const int32_t* bias_positions;  // [total_tokens] in [0, span), or null: index in the sequence
     int64_t batch_size;
     int64_t total_tokens;
+    int64_t num_keys;   // total_tokens, or more in a tree
+    int64_t num_tiles;  // of a tree's plan (cuda/attention_plan.cuh); 0: no tree
     int32_t tile_rows;
     int32_t num_heads;
     int32_t num_kv_heads;  // divides num_heads

@@ -131,11 +131,10 @@ def _plan_tree(
         rows, cu_keys = map(torch.from_numpy, tree.key_rows())
         return AttentionPlan(torch.empty(0, dtype=torch.uint8), 0, *sizes, tables=(rows, cu_keys))
     if has_planned_kernel(device):
-        # As if every token's ancestors were its own: a tile's rows share the keys of these.
+        # As for one long sequence: what a tile's rows see together is long.
+        takes_wide = softcap == 0 and not batch_invariant
         tile_rows = _kernels(device).tile_rows(
-            batch_size=batch_size,
-            total_tokens=int((tree.prefix_lens + tree.seqlens).sum()),
-            head_dim=head_dim if not batch_invariant and softcap == 0 else 0,
+            batch_size=1, total_tokens=2**30, head_dim=head_dim if takes_wide else 0
         )
     else:
         tile_rows = triton_backend.kernels(device).tree_tile_rows(head_dim)
@@ -188,6 +187,8 @@ def run_planned(
         bias_positions=bias_positions,
         batch_size=plan.batch_size,
         total_tokens=total_tokens,
+        num_keys=k.shape[0],
+        num_tiles=0 if plan.tree is None else plan.tables[0].shape[0],
         tile_rows=plan.tile_rows,
         num_heads=num_heads,
         num_kv_heads=k.shape[1],

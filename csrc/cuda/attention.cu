@@ -45,6 +45,8 @@ namespace attention {
 template <int kHeadDim>
 void launch_attention(const PlannedAttentionParams& p,
                       cudaStream_t stream);  // attention_launch.cuh
+template <int kHeadDim>
+void launch_tree_attention(const PlannedAttentionParams& p, cudaStream_t stream);
 
 }  // namespace attention
 
@@ -79,6 +81,9 @@ void check(const PlannedAttentionParams& p) {
         fail("softmax_scale > 0, got " + std::to_string(p.softmax_scale));
     }
     if (!(p.softcap >= 0.0f)) fail("softcap >= 0, got " + std::to_string(p.softcap));
+    if (p.num_tiles > 0 && (!p.causal || p.relative_bias != nullptr || p.softcap > 0.0f)) {
+        fail("causal attention without bias and softcap in a tree");
+    }
 }
 
 }  // namespace
@@ -101,7 +106,10 @@ void planned_attention(const PlannedAttentionParams& p, const Launch& launch) {
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     dispatch_at_least<32, 64, 96, 128, 256>(
-        p.head_dim, [&]<int kHeadDim>() { attention::launch_attention<kHeadDim>(p, stream); });
+        p.head_dim, [&]<int kHeadDim>() {
+            if (p.num_tiles > 0) return attention::launch_tree_attention<kHeadDim>(p, stream);
+            attention::launch_attention<kHeadDim>(p, stream);
+        });
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -14,6 +14,7 @@ struct TileSmem {
     alignas(1024) typename C::Element v[C::kStages][C::kKvElements];
     int4 seen[128];  // bounds for each thread's two rows: registers are scarce
     uint64_t q_full, k_full[C::kStages], v_full[C::kStages];
+    KeyPartsOf<C> parts;
 };
 
 template <typename C, int kMinCtas>
@@ -37,6 +38,7 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
     const int used = *p.used_tiles;
     int4 entry = p.tiles[blockIdx.y];  // both trips to L2 at once
     const auto fetch = [&](int stage, int row) {
+        if constexpr (C::kHasTree) row = s.parts.row_at(row);
         FullBarrier::arrive_and_expect(&s.k_full[stage], C::kKvBytes);
         load_tile<C, kN>(p.k, &s.k_full[stage], s.k[stage], kv_head, row);
         FullBarrier::arrive_and_expect(&s.v_full[stage], C::kKvBytes);
@@ -48,10 +50,18 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
     // One round for most: the grid has room for full tiles.
     for (int index = blockIdx.y, q_phase = 0; index < used; q_phase ^= 1) {
         const int base = uniform(entry.x), rows = uniform(entry.y);
-        const int begin = uniform(entry.z), end = uniform(entry.w);
+        int begin = uniform(entry.z), end = uniform(entry.w);
         if (is_fetcher) {
             FullBarrier::arrive_and_expect(&s.q_full, C::kQElements * kElementBytes);
             load_tile<C, kTileRows>(p.q, &s.q_full, s.q, head, base);
+        }
+        if constexpr (C::kHasTree) {  // keys by their places
+            if (is_fetcher) s.parts.fill(p.ancestors + index * kMaxAncestors, {begin, end}, p.window);
+            __syncthreads();
+            begin = 0;
+            end = uniform(s.parts.place[s.parts.kOwn + 1]);
+        }
+        if (is_fetcher) {
             RingIndex<C::kStages> to = at;
             for (int i = 0; i < C::kStages; ++i, to.advance()) {
                 if (begin + i * kN < end) fetch(to.index, begin + i * kN);
@@ -59,9 +69,17 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
         }
         tile.base = base;
         tile.num_rows = rows;
-        tile.start(p.row_bounds + base, {begin, end});
         int4& seen = s.seen[threadIdx.x];
-        seen = {tile.seen[0].x, tile.seen[0].y, tile.seen[1].x, tile.seen[1].y};
+        const auto keep_seen = [&] {
+            seen = {tile.seen[0].x, tile.seen[0].y, tile.seen[1].x, tile.seen[1].y};
+        };
+        int part = -1;  // of a tree
+        if constexpr (C::kHasTree) {
+            tile.clear();
+        } else {
+            tile.start(p.row_bounds + base, {begin, end});
+            keep_seen();
+        }
         const auto find = [&] {
             tile.seen[0] = {seen.x, seen.y};
             tile.seen[1] = {seen.z, seen.w};
@@ -72,6 +90,13 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
             const int stage = at.index, phase = at.phase;
             FullBarrier::wait(&s.k_full[stage], phase);
             const auto wait_v = [&] { FullBarrier::wait(&s.v_full[stage], phase); };
+            if constexpr (C::kHasTree) {
+                if (const int now = uniform(s.parts.part_at(first)); now != part) {
+                    part = now;
+                    tile.find_seen(p.row_bounds + base, s.parts, part, first);
+                    keep_seen();
+                }
+            }
             if (end - first <= kN / 2) {  // half the work for the last keys
                 tile.template attend<kN / 2>(s.q, s.k[stage], s.v[stage], first, find, wait_v);
             } else {
@@ -83,7 +108,11 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
                 if (is_fetcher) fetch(stage, next);
             }
         }
-        store_tile(tile);
+        if constexpr (C::kHasTree) {
+            store_rows<C>(tile, tile.num_rows, TreeTarget<C>{{p, base, head}, &s.parts});
+        } else {
+            store_tile(tile);
+        }
         index += gridDim.y;
         if (index >= used) return;
         entry = p.tiles[index];

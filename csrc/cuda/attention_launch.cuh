@@ -16,8 +16,9 @@ namespace bytetx::attention {
 // tile_kernel: two stages of keys where 4 or 5 CTAs still fit the registers of an SM, else one:
 // more CTAs hide more than deeper rings do (H200, 128 features, mean 20: 155 against 176 us). Tiles
 // of 256 features leave room for two.
-template <int kHeadDim, bool kChanges>
+template <int kHeadDim, bool kChanges, bool kTree = false>
 struct TileTiling {
+    static constexpr bool kHasTree = kTree;
     static constexpr int kBlockN = 64;
     static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;
     static constexpr int kNumWarpgroups = 1;
@@ -28,7 +29,8 @@ struct TileTiling {
     static constexpr bool kGroupsKeys = false;
     static constexpr int kMinCtas = kHeadDim > 128
                                         ? 2
-                                        : (kHeadDim <= 64 ? 5 : 3) - (kChanges && kHeadDim <= 64);
+                                        : (kHeadDim <= 64 ? 5 : 3) -
+                                              ((kChanges || kTree) && kHeadDim <= 64);
 };
 
 // pipeline_kernel: as many registers of consumers as a CTA of a whole SM has, and as many stages as
@@ -36,8 +38,9 @@ struct TileTiling {
 // registers (4096 tokens, 64 features: 1489 us; queries in shared memory 1683, and with two
 // products in flight besides 1747); above, two of 232 (causal, 2048 tokens, 128 features: three
 // with 64 keys lose 12 %, two stages of queries and of keys 55 %).
-template <int kHeadDim>
+template <int kHeadDim, bool kTree = false>
 struct PipelineTiling {
+    static constexpr bool kHasTree = kTree;
     static constexpr bool kIsWide = kHeadDim > 64;
     static constexpr int kBlockN = 128;
     static constexpr int kStages = kHeadDim > 96 ? 3 : kIsWide ? 4 : 6;
@@ -50,6 +53,7 @@ struct PipelineTiling {
 };
 
 struct SplitTiling {
+    static constexpr bool kHasTree = false;
     static constexpr int kBlockN = 64;
     static constexpr int kStages = 2;
     static constexpr int kNumWarpgroups = 4;
@@ -63,9 +67,8 @@ struct SplitTiling {
 // Boxes of box_rows token rows and C::kBoxColumns features of one head.
 template <typename C>
 CUtensorMap make_map(const PlannedAttentionParams& p, const void* rows, int64_t stride, int heads,
-                     int box_rows) {
-    const cuuint64_t sizes[3] = {cuuint64_t(p.head_dim), cuuint64_t(heads),
-                                 cuuint64_t(p.total_tokens)};
+                     int64_t num_rows, int box_rows) {
+    const cuuint64_t sizes[3] = {cuuint64_t(p.head_dim), cuuint64_t(heads), cuuint64_t(num_rows)};
     const cuuint64_t strides[2] = {cuuint64_t(p.head_dim) * kElementBytes,
                                    cuuint64_t(stride) * kElementBytes};
     const cuuint32_t box[3] = {C::kBoxColumns, 1, cuuint32_t(box_rows)};
@@ -74,11 +77,13 @@ CUtensorMap make_map(const PlannedAttentionParams& p, const void* rows, int64_t 
 
 template <typename C>
 Params make_params(const PlannedAttentionParams& p, int num_tiles) {
-    const PlanView plan = view_plan(p.plan, num_tiles);
+    const PlanView plan =
+        C::kHasTree ? view_tree_plan(p.plan, num_tiles) : view_plan(p.plan, num_tiles);
+    const int64_t num_keys = C::kHasTree ? p.num_keys : p.total_tokens;
     Params params{};
-    params.q = make_map<C>(p, p.q, p.q_stride, p.num_heads, kTileRows);
-    params.k = make_map<C>(p, p.k, p.k_stride, p.num_kv_heads, C::kBlockN);
-    params.v = make_map<C>(p, p.v, p.v_stride, p.num_kv_heads, C::kBlockN);
+    params.q = make_map<C>(p, p.q, p.q_stride, p.num_heads, p.total_tokens, kTileRows);
+    params.k = make_map<C>(p, p.k, p.k_stride, p.num_kv_heads, num_keys, C::kBlockN);
+    params.v = make_map<C>(p, p.v, p.v_stride, p.num_kv_heads, num_keys, C::kBlockN);
     params.q_rows = p.q;
     params.k_rows = p.k;
     params.v_rows = p.v;
@@ -86,6 +91,7 @@ Params make_params(const PlannedAttentionParams& p, int num_tiles) {
     params.row_bounds = plan.row_bounds;
     params.tiles = plan.tiles;
     params.used_tiles = plan.used_tiles;
+    params.ancestors = plan.ancestors;
     params.counters = plan.counters;
     params.relative_bias = p.relative_bias;
     params.bias_positions = p.bias_positions;
@@ -109,9 +115,9 @@ Params make_params(const PlannedAttentionParams& p, int num_tiles) {
     return params;
 }
 
-template <typename T, int kHeadDim, bool kChanges>
+template <typename T, int kHeadDim, bool kChanges, bool kTree = false>
 void launch_tiles(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
-    using Tiling = TileTiling<kHeadDim, kChanges>;
+    using Tiling = TileTiling<kHeadDim, kChanges, kTree>;
     using C = TileTypes<T, kHeadDim, Tiling>;
     constexpr auto kKernel = tile_kernel<C, Tiling::kMinCtas>;
     constexpr int kSmemBytes = sizeof(TileSmem<C>);
@@ -120,7 +126,7 @@ void launch_tiles(const PlannedAttentionParams& p, int num_tiles, cudaStream_t s
     // as full tiles would be, of which some take a second one, are 3 to 8 % faster at means to 78.
     const auto full = static_cast<int>(p.total_tokens / kTileRows);
     // Heads of a tile run together: their rows adjoin.
-    const dim3 grid(p.num_heads, std::min(num_tiles, full + 1));
+    const dim3 grid(p.num_heads, kTree ? num_tiles : std::min(num_tiles, full + 1));
     launch_kernel(kKernel, LaunchShape{grid, 128, kSmemBytes, stream},
                   make_params<C>(p, num_tiles));
 }
@@ -136,11 +142,11 @@ void launch_split(const PlannedAttentionParams& p, int num_tiles, cudaStream_t s
                   make_params<C>(p, num_tiles));
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kTree = false>
 void launch_pipeline(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
-    using Tiling = PipelineTiling<kHeadDim>;
+    using Tiling = PipelineTiling<kHeadDim, kTree>;
     using C = TileTypes<T, kHeadDim, Tiling>;
-    using Source = PackedSource<C>;
+    using Source = std::conditional_t<kTree, TreeSource<C>, PackedSource<C>>;
     constexpr auto kKernel = pipeline_kernel<C, Source>;
     constexpr int kSmemBytes = sizeof(PipelineSmem<C, Source>);
     allow_smem_once<kKernel>(kSmemBytes);

@@ -71,15 +71,73 @@ struct PackedSource {
         return item.rows - warpgroup * kTileRows;
     }
     __device__ __forceinline__ int2 bounds(const Slot& slot, const Item& item, int warpgroup,
-                                           int row) const {
+                                           int row, int) const {
         const int in_tile = warpgroup * kTileRows + row;
         return key_bounds(p, slot.row_bounds[item.base % 2 + in_tile], item.base + in_tile);
     }
     __device__ __forceinline__ bool halves_last() const { return true; }
     __device__ __forceinline__ float power_scale() const { return p.power_scale; }
 
-    __device__ __forceinline__ PackedTarget<C> target(const Item& item, int warpgroup) const {
+    __device__ __forceinline__ PackedTarget<C> target(const Slot&, const Item& item,
+                                                      int warpgroup) const {
         return {p, item.base + warpgroup * kTileRows, item.head};
+    }
+};
+
+// The same of a batch in which sequences continue others. Keys go by their places (KeyParts).
+template <typename C>
+struct TreeSource : PackedSource<C> {
+    using Base = PackedSource<C>;
+    using typename Base::Params, typename Base::T;
+    using Parts = KeyParts<C::kBlockN>;
+    static constexpr int kOwn = Parts::kOwn;
+
+    struct Item : Base::Item {
+        int tile;
+
+        __device__ __forceinline__ Item uniform() const {
+            return {Base::Item::uniform(), bytetx::uniform(tile)};
+        }
+    };
+    struct Slot : Base::Slot {
+        Item item;  // hides the base's
+        Parts parts;
+    };
+    const Parts* parts = nullptr;  // of the item whose keys are fetched
+
+    __device__ __forceinline__ explicit TreeSource(const Params& params) : Base(params) {}
+
+    __device__ __forceinline__ Item read_item(int index) const {
+        const Params& p = this->p;
+        const auto own = Base::read_item(index);
+        const int tile = index / p.num_heads;
+        const int before = Parts::num_places(p.ancestors + tile * kMaxAncestors, p.window);
+        return {{own.base, own.rows, 0, before + own.end - own.begin, own.head}, tile};
+    }
+
+    __device__ __forceinline__ void fetch_q(T* q, Slot& slot, uint64_t* full, const Item& item) {
+        const int4 own = this->p.tiles[item.tile];  // again: registers are scarce
+        slot.parts.fill(this->p.ancestors + item.tile * kMaxAncestors, {own.z, own.w},
+                        this->p.window);
+        parts = &slot.parts;
+        Base::fetch_q(q, slot, full, item);
+    }
+
+    __device__ __forceinline__ void fetch_kv(T* k, T* v, uint64_t* full, const Item& item,
+                                             int place, int thread) const {
+        if (thread == 0) Base::fetch_kv(k, v, full, item, parts->row_at(place), thread);
+    }
+
+    __device__ __forceinline__ int2 bounds(const Slot& slot, const Item& item, int warpgroup,
+                                           int row, int part) const {
+        const int in_tile = warpgroup * kTileRows + row;
+        return slot.parts.bounds(this->p, part, slot.row_bounds[item.base % 2 + in_tile],
+                                 item.base + in_tile);
+    }
+
+    __device__ __forceinline__ TreeTarget<C> target(const Slot& slot, const Item& item,
+                                                    int warpgroup) const {
+        return {Base::target(slot, item, warpgroup), &slot.parts};
     }
 };
 

@@ -28,8 +28,8 @@
 //   num_ctas()                  that work, the first ones; the others leave their SMs to it
 //   share(next, slot)           the first thread's number, in all threads of the producer
 //   fetch_q(...), start_keys(...), fetch_kv(...)                   the producer's part
-//   num_rows(item, warpgroup), bounds(slot, item, warpgroup, row)  which keys a row sees
-//   power_scale(), change(...), target(item, warpgroup)            scores, results
+//   num_rows(item, warpgroup), bounds(slot, item, warpgroup, row, part)  which keys a row sees
+//   power_scale(), change(...), target(slot, item, warpgroup)            scores, results
 //   halves_last()               whether a last step may have half the keys
 //
 // Bytes: keys and values from L2 once a tile and head. Bound by the latency of a step; queries in
@@ -112,6 +112,7 @@ struct Consumer {
     RingIndex<C::kQStages> q = {};
     RingIndex<C::kQStages + 1> slot = {};  // outlives the queries
     RingIndex<C::kStages> kv = {};
+    int part = 0;  // of a tree's keys
     uint32_t weights[kN / 4];
 
     // Each warp arrives for itself: one arrival a warpgroup would need a barrier of its four warps.
@@ -167,7 +168,8 @@ struct Consumer {
         FullBarrier::wait(&s.q_full[q.index], q.phase);
         const Item item = read_item();
         if (!item.is_any()) return false;
-        find_seen();
+        if constexpr (!C::kHasTree) find_seen();
+        part = -1;
         rows.clear();
         const int begin = item.begin;
         const int2 own = own_keys(item);
@@ -183,7 +185,8 @@ struct Consumer {
         }
         pass_on(num_steps - last_step);
         const Item done = read_item();
-        store_rows<C>(rows, source.num_rows(done, warpgroup), source.target(done, warpgroup));
+        store_rows<C>(rows, source.num_rows(done, warpgroup),
+                      source.target(s.slots[slot.index], done, warpgroup));
         q.advance();
         slot.advance();
         return true;
@@ -207,10 +210,24 @@ struct Consumer {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = min(rows.row(half), num_rows - 1);
-            bounds[half] = is_used ? source.bounds(s.slots[slot.index], item, warpgroup, row)
+            bounds[half] = is_used ? source.bounds(s.slots[slot.index], item, warpgroup, row, part)
                                    : make_int2(item.end, item.end);
         }
-        rows.see(bounds, item.begin);
+        if constexpr (C::kHasTree) {
+            rows.see_part(bounds, s.slots[slot.index].parts.place[part]);
+        } else {
+            rows.see(bounds, item.begin);
+        }
+    }
+
+    // Where the step at a place is the first one of its part of a tree's keys.
+    __device__ __forceinline__ void enter(int first) {
+        if constexpr (C::kHasTree) {
+            const int now = uniform(s.slots[slot.index].parts.part_at(first));
+            if (now == part) return;
+            part = now;
+            find_seen();
+        }
     }
 
     // The keys that a warpgroup's rows see.
@@ -218,8 +235,10 @@ struct Consumer {
         const int last = min(source.num_rows(item, warpgroup), kTileRows) - 1;
         if (last < 0) return {0, 0};
         const auto& own = s.slots[slot.index];
-        return {uniform(source.bounds(own, item, warpgroup, 0).x),
-                uniform(source.bounds(own, item, warpgroup, last).y)};
+        constexpr int kLast = C::kHasTree ? kMaxAncestors : 0;
+        const int end = uniform(source.bounds(own, item, warpgroup, last, kLast).y);
+        if (C::kHasTree) return {item.begin, end};  // every row sees ancestors
+        return {uniform(source.bounds(own, item, warpgroup, 0, 0).x), end};
     }
 
     __device__ __forceinline__ void attend(const typename C::Element* q_tile, int first, int end) {
@@ -251,6 +270,7 @@ struct Consumer {
 
     template <int kWidth>
     __device__ __forceinline__ void step_apart(const uint32_t (&q)[C::kDim / 4], int first) {
+        enter(first);
         wait_kv();
         auto scores = rows.template multiply_qk<kWidth>(q, s.k[kv.index]);
         wait_for_products<0>();
@@ -264,6 +284,7 @@ struct Consumer {
     template <int kWidth>
     __device__ __forceinline__ void start(const typename C::Element* q_tile, int first,
                                           bool is_last) {
+        enter(first);
         wait_kv();
         take_turn();
         auto scores = rows.template multiply_qk<kWidth>(q_tile, s.k[kv.index]);
@@ -282,6 +303,7 @@ struct Consumer {
                                          bool is_last) {
         const int before = kv.index;
         kv.advance();
+        enter(first);
         wait_kv();
         take_turn();
         auto scores = rows.template multiply_qk<kWidth>(q_tile, s.k[kv.index]);

@@ -63,6 +63,13 @@ struct SoftmaxRows {
         full_begin = __shfl_sync(kFullMask, bounds[1].x, 31);
     }
 
+    // As `see`, where bounds need not grow by rows: sequences of one tile see ancestors' keys from
+    // different ones on.
+    __device__ __forceinline__ void see_part(const int2 (&bounds)[2], int first) {
+        see(bounds, first);
+        full_begin = __reduce_max_sync(kFullMask, max(bounds[0].x, bounds[1].x));
+    }
+
     // q: a tile in shared memory.
     template <int kN>
     __device__ __forceinline__ auto multiply_qk(const T* q, const T* k) {

@@ -29,11 +29,19 @@ __device__ __forceinline__ void recompute_row(const Target& target, int row) {
     constexpr int kSlots = (C::kDim + 31) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int head_dim = target.head_dim();
-    const int2 bounds = target.bounds(row);
     const T* q = target.query(row);
     float row_max = -INFINITY, sum = 0.0f, out[kSlots] = {};
+    int part = 0;
+    int2 bounds = target.bounds(row, part);
 #pragma unroll 1
-    for (int first = bounds.x; first < bounds.y; first += 32) {
+    for (int first = bounds.x;; first += 32) {
+        if constexpr (Target::kParts > 1) {
+            while (first >= bounds.y && ++part < Target::kParts) {
+                bounds = target.bounds(row, part);
+                first = bounds.x;
+            }
+        }
+        if (first >= bounds.y) break;
         const int key = first + lane;
         float score = -INFINITY;
         if (key < bounds.y) {
@@ -135,6 +143,7 @@ __device__ __forceinline__ void store_rows(SoftmaxRows<C>& rows, int num_rows,
 template <typename C>
 struct PackedTarget {
     using T = typename C::Element;
+    static constexpr int kParts = 1;  // runs of keys that a row sees
     const Params& p;
     int base, head;
 
@@ -142,7 +151,7 @@ struct PackedTarget {
     __device__ __forceinline__ T* result(int row) const {
         return static_cast<T*>(p.out) + (base + row) * p.out_stride + head * p.head_dim;
     }
-    __device__ __forceinline__ int2 bounds(int row) const {
+    __device__ __forceinline__ int2 bounds(int row, int) const {
         return key_bounds(p, p.row_bounds[base + row], base + row);
     }
     __device__ __forceinline__ const T* query(int row) const {
@@ -165,6 +174,19 @@ struct PackedTarget {
             }
         }
         return score;
+    }
+};
+
+// The same where rows see their sequences' ancestors, too.
+template <typename C>
+struct TreeTarget : PackedTarget<C> {
+    static constexpr int kParts = kMaxAncestors + 1;
+    const KeyParts<C::kBlockN>* parts;
+
+    __device__ __forceinline__ int2 bounds(int row, int part) const {
+        const int at = this->base + row, shift = parts->shift(part);
+        const int2 places = parts->bounds(this->p, part, this->p.row_bounds[at], at);
+        return {places.x + shift, places.y + shift};
     }
 };
 

@@ -12,6 +12,8 @@
 //   sequence B  3            . . . x x x x x
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/attention_rows.cuh"
 #include "cuda/attention_types.cuh"
 
@@ -27,6 +29,85 @@ __device__ __forceinline__ int2 key_bounds(const Params& p, int2 bounds, int row
     if (p.window > 0) bounds.x = max(bounds.x, min(bounds.y, row + 1 - p.window));
     return bounds;
 }
+
+// The keys of a tile in a tree of sequences, in parts: those of each ancestor, the first one first,
+// and then its own. Steps of kN keys go through them one part after the other; a key's place is its
+// number in these steps, so that the next part begins at a multiple of kN. In shared memory.
+template <int kN>
+struct KeyParts {
+    static constexpr int kOwn = kMaxAncestors;  // the part behind the ancestors
+    int place[kOwn + 2];                        // where each part begins, and the end of all
+    int row[kOwn + 1];                          // its first key
+    int end[kOwn + 1];                          // one past the place of its last key
+    int lowest[kOwn];  // place of the first key that the first row of a sequence sees
+
+    // Places of all ancestors.
+    static __device__ __forceinline__ int num_places(const int2* ancestors, int window) {
+        int after = 0, next = 0;
+#pragma unroll 1
+        for (int i = kOwn - 1; i >= 0; --i) {
+            const int length = ancestors[i].y - ancestors[i].x;
+            after += length;
+            const int hidden = window > 0 ? min(max(after + 1 - window, 0), length) : 0;
+            next += (length - hidden + kN - 1) / kN * kN;
+        }
+        return next;
+    }
+
+    // own: the keys of the tile's sequences. Ancestors' keys that no row sees are left out.
+    __device__ __forceinline__ void fill(const int2* ancestors, int2 own, int window) {
+        int after = 0, next = 0;  // tokens of the ancestors still to come
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) after += ancestors[i].y - ancestors[i].x;
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+            const int2 keys = ancestors[i];
+            const int hidden = window > 0 ? after + 1 - window : 0;
+            const int first = min(keys.x + max(hidden, 0), keys.y);
+            place[i] = next;
+            row[i] = first;
+            end[i] = next + keys.y - first;
+            lowest[i] = next + keys.x + hidden - first;
+            next += (keys.y - first + kN - 1) / kN * kN;
+            after -= keys.y - keys.x;
+        }
+        place[kOwn] = next;
+        row[kOwn] = own.x;
+        end[kOwn] = place[kOwn + 1] = next + own.y - own.x;
+    }
+
+    // The part that the step at a place is in.
+    __device__ __forceinline__ int part_at(int at) const {
+        int part = 0;
+#pragma unroll
+        for (int i = 1; i <= kOwn; ++i) part += at >= place[i];
+        return part;
+    }
+    __device__ __forceinline__ int row_at(int at) const {
+        const int part = part_at(at);
+        return row[part] + at - place[part];
+    }
+    // How far a row of the own part is behind its place.
+    __device__ __forceinline__ int shift(int part) const { return row[part] - place[part]; }
+
+    // The places that `row` of the sequence [sequence.x, sequence.y) sees in a part.
+    __device__ __forceinline__ int2 bounds(const Params& p, int part, int2 sequence,
+                                           int at) const {
+        if (part == kOwn) {
+            const int2 rows = key_bounds(p, sequence, at);
+            return {rows.x - shift(kOwn), rows.y - shift(kOwn)};
+        }
+        int first = place[part];
+        if (p.window > 0) first = max(first, lowest[part] + at - sequence.x);
+        return {min(first, end[part]), end[part]};
+    }
+};
+
+// Takes no room where there is no tree.
+struct NoParts {};
+
+template <typename C>
+using KeyPartsOf = std::conditional_t<C::kHasTree, KeyParts<C::kBlockN>, NoParts>;
 
 // Position of a token for the relative bias; any token: neighbours of the batch are clamped.
 __device__ __forceinline__ int bias_position(const Params& p, int token) {
@@ -56,6 +137,20 @@ struct RowTile : SoftmaxRows<C> {
     __device__ __forceinline__ void start(const int2* sequences, int2 keys) {
         find_seen(sequences, keys);
         Rows::clear();
+    }
+
+    // As above, in one part of a tree's keys; at: the place of its first step.
+    __device__ __forceinline__ void find_seen(const int2* sequences, const KeyParts<C::kBlockN>& keys,
+                                              int part, int at) {
+        const bool is_used = tid / 32 * 16 < num_rows;
+        int2 bounds[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int local = min(Rows::row(half), num_rows - 1);
+            bounds[half] = is_used ? keys.bounds(p, part, sequences[local], base + local)
+                                   : make_int2(keys.end[part], keys.end[part]);
+        }
+        Rows::see_part(bounds, at);
     }
 
     __device__ __forceinline__ void find_seen(const int2* sequences, int2 keys) {

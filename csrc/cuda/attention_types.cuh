@@ -23,6 +23,7 @@ struct Params {
     const int2* row_bounds;  // [num_tiles * rows of a tile] its sequence; {total, total} past it
     const int4* tiles;       // [num_tiles] {first row, rows, first key, one past the last key}
     const int* used_tiles;   // how many of them hold rows
+    const int2* ancestors;   // [num_tiles, kMaxAncestors] rows of a tree's; null: no tree
     Counters* counters;      // zero before and after every kernel
     const float* relative_bias;                        // [num_heads, 2 * span - 1], or null
     const int* bias_positions;                         // [total_tokens], or null
@@ -60,6 +61,7 @@ struct TileTypes : TileShapes<T, kHeadDim, Tiling::kBlockN, Tiling::kGroupsKeys>
         kConsumerRegisters == 0 ? (kNumWarpgroups - 1) * kBlockN : 0;
     static constexpr bool kChangesScores = Tiling::kChangesScores;  // by a softcap, a bias
     static constexpr bool kQInRegisters = Tiling::kQInRegisters;
+    static constexpr bool kHasTree = Tiling::kHasTree;  // tiles see ancestors of their sequences
     static constexpr int kKvBytes = kBlockN * kHeadDim * kElementBytes;
 };
 

@@ -24,6 +24,7 @@ struct PrefillTiling {
     static constexpr bool kChangesScores = kChanges;
     static constexpr bool kQInRegisters = !kIsWide;
     static constexpr bool kGroupsKeys = true;
+    static constexpr bool kHasTree = false;
 };
 
 // Queries: boxes of the tokens of a warpgroup, with all heads of a group.

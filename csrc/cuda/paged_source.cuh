@@ -80,6 +80,7 @@ struct PrefillParams {
 template <typename C>
 struct PrefillTarget {
     using T = typename C::Element;
+    static constexpr int kParts = 1;
     const PrefillParams& p;
     int first_token, position, kv_head, sequence;
 
@@ -88,7 +89,7 @@ struct PrefillTarget {
         const int64_t at = int64_t{first_token + p.token_of(row)} * p.num_heads + head(row);
         return static_cast<T*>(p.out) + at * p.head_dim;
     }
-    __device__ __forceinline__ int2 bounds(int row) const {
+    __device__ __forceinline__ int2 bounds(int row, int) const {
         const int own = position + p.token_of(row);
         return {p.window > 0 ? max(0, own + 1 - p.window) : 0, own + 1};
     }
@@ -182,14 +183,15 @@ struct PrefillSource {
     __device__ __forceinline__ int num_rows(const Item& item, int warpgroup) const {
         return min(item.num_rows - warpgroup * rows_of_warpgroup(), rows_of_warpgroup());
     }
-    __device__ __forceinline__ int2 bounds(const Slot&, const Item& item, int warpgroup,
-                                           int row) const {
-        return target(item, warpgroup).bounds(row);
+    __device__ __forceinline__ int2 bounds(const Slot& slot, const Item& item, int warpgroup,
+                                           int row, int) const {
+        return target(slot, item, warpgroup).bounds(row, 0);
     }
     __device__ __forceinline__ bool halves_last() const { return p.halves_last; }
     __device__ __forceinline__ float power_scale() const { return p.power_scale; }
 
-    __device__ __forceinline__ PrefillTarget<C> target(const Item& item, int warpgroup) const {
+    __device__ __forceinline__ PrefillTarget<C> target(const Slot&, const Item& item,
+                                                       int warpgroup) const {
         const int before = warpgroup * p.warpgroup_tokens();
         return {p, item.first_token + before, item.position + before, item.kv_head, item.sequence};
     }
