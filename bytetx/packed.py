@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from bytetx.errors import InputError
+from bytetx.sequence_tree import SequenceTree
 
 TokenIds = Sequence[int] | np.ndarray
 
@@ -73,6 +74,9 @@ class PackedBatch:
     on_host: the same batch in host memory, where it is at hand: other ranks are sent it, or a part
         of it is packed again, without a wait for the device.
     allows_capture: whether the ranks of a group may capture the pass as a CUDA graph.
+    tree: which sequences continue others, where some do; then seqlens and cu_seqlens count a
+        sequence's own tokens, max_seqlen and positions those of its ancestors, too.
+    shared: the same tokens with each common prefix once; a forward pass computes it instead.
     """
 
     input_ids: torch.Tensor
@@ -87,6 +91,8 @@ class PackedBatch:
     past: Past | None = None
     on_host: "PackedBatch | None" = None
     allows_capture: bool = True
+    tree: SequenceTree | None = None
+    shared: "SharedPrefixes | None" = None
 
     @property
     def host(self) -> "PackedBatch | None":
@@ -114,7 +120,36 @@ class PackedBatch:
         }
         if self.past is not None:
             moved["past"] = self.past.to(device, non_blocking=non_blocking)
+        if self.shared is not None:
+            moved["shared"] = self.shared.to(device, non_blocking=non_blocking)
         return replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """A batch whose sequences' common prefixes are sequences of their own, computed once.
+
+    batch: with a tree.  rows: int64, for each token of the batch that it stands for, its row here.
+    """
+
+    batch: PackedBatch
+    rows: torch.Tensor
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "SharedPrefixes":
+        """The same on `device`."""
+        return SharedPrefixes(
+            self.batch.to(device, non_blocking=non_blocking),
+            self.rows.to(device, non_blocking=non_blocking),
+        )
+
+    def pin(self) -> "SharedPrefixes":
+        """The same in pinned memory, from which copies to a GPU wait for nothing."""
+        pinned = {
+            name: tensor.pin_memory()
+            for name in _DEVICE_FIELDS
+            if (tensor := getattr(self.batch, name)) is not None
+        }
+        return SharedPrefixes(replace(self.batch, **pinned), self.rows.pin_memory())
 
 
 _DEVICE_FIELDS = (

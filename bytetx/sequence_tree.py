@@ -29,6 +29,18 @@ class TreeTiles(NamedTuple):
     row_bounds: np.ndarray
 
 
+def rows_of(starts: np.ndarray, seqlens: np.ndarray) -> np.ndarray:
+    """The rows of sequences, one sequence after the other: seqlens[i] of them from starts[i] on.
+
+    starts, seqlens: integers [n].  Returns int64 [seqlens.sum()].
+    """
+    ends = np.cumsum(seqlens, dtype=np.int64)
+    # The distance from each new row to the old one, and then the old row.
+    rows = np.repeat(starts - (ends - seqlens), seqlens)
+    rows += np.arange(len(rows))
+    return rows
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceTree:
     """The sequences of a batch, of which some continue others; on the host.
@@ -112,14 +124,15 @@ class SequenceTree:
         sequence's begin; those of a sequence without query rows are none.
         """
         has_rows = self.starts[:-1] < self.num_rows
-        chains = np.concatenate([self._chains, np.arange(len(self))[:, None]], axis=1)
-        lens = np.where((chains >= 0) & has_rows[:, None], self.seqlens[chains], 0)
         cu_keys = np.zeros(len(self) + 1, dtype=np.int64)
-        np.cumsum(lens.sum(axis=1), out=cu_keys[1:])
-        pieces, sizes = self.starts[chains].ravel(), lens.ravel()
-        shift = pieces - (np.cumsum(sizes) - sizes)
-        rows = np.repeat(shift, sizes) + np.arange(cu_keys[-1])
-        return rows.astype(np.int32), cu_keys
+        np.cumsum(np.where(has_rows, self.prefix_lens + self.seqlens, 0), out=cu_keys[1:])
+        return self.rows_of(np.flatnonzero(has_rows)).astype(np.int32), cu_keys
+
+    def rows_of(self, sequences: np.ndarray) -> np.ndarray:
+        """int64: the rows of each of some sequences, those of its ancestors before its own."""
+        chains = np.concatenate([self._chains[sequences], sequences[:, None]], axis=1).ravel()
+        chains = chains[chains >= 0]
+        return rows_of(self.starts[chains], self.seqlens[chains])
 
     def tiles(self, tile_rows: int, *, window: int = 0, batch_invariant: bool = False) -> TreeTiles:
         """Tiles of at most tile_rows query rows each.

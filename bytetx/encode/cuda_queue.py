@@ -148,7 +148,9 @@ class CudaQueue:
         Returns its outputs in pinned memory, the event after which they are there, and what must
         stay alive until then.
         """
-        capture = task.capture if self._is_capturable else None
+        shared = step.shared
+        # Sequences that share prefixes are planned on the host.
+        capture = task.capture if self._is_capturable and shared is None else None
         sizes = step.requests.total_tokens, len(step.requests)
         padded = self._padded_layout(*sizes) if capture is not None else None
         layout = padded or self._layout(Bucket(*sizes, num_fillers=0))
@@ -167,6 +169,10 @@ class CudaQueue:
                 block = source.to(self._device, non_blocking=True)
                 max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=padded is not None)
                 here = layout.read(block, step, max_seqlen=max_seqlen)
+                if shared is not None:
+                    moved = shared.pin().to(self._device, non_blocking=True)
+                    batch = replace(here.batch, shared=moved)
+                    here = Step(here.requests, batch, here.prompt_tokens)
                 if self._graphs is None:
                     batch = replace(here.batch, allows_capture=False)
                     here = Step(here.requests, batch, here.prompt_tokens)

@@ -2,19 +2,20 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
 from bytetx.encode.cuda_queue import CudaQueue
+from bytetx.encode.prefixes import share_prefixes
 from bytetx.encode.request import Failure, Requests
 from bytetx.encode.step import Computation, Step
 from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.nn.executor import Executor
 from bytetx.nn.transformer import Transformer
-from bytetx.packed import pack_columns
+from bytetx.packed import PackedBatch, SharedPrefixes, pack_columns, prefix_sums
 from bytetx.runtime import faults
 
 logger = logging.getLogger("bytetx")
@@ -82,6 +83,8 @@ class Runner:
         cuda_graphs: bool = True,
     ):
         self.transformer, self.executor, self.device = transformer, executor, device
+        # Tokens of which common prefixes have a multiple; 0 where none is shared.
+        self.prefix_multiple = transformer.prefix_multiple
         self._queue: CudaQueue | None = None
         if device.type == "cuda":
             self._queue = CudaQueue(
@@ -136,8 +139,13 @@ class Runner:
             has_token_types=spec.num_token_types > 0,
             position_offset=spec.position_offset,
         )
+        shared = self._share(requests, batch)
         # On the host; a GPU's queue takes the requests, and hardly ever the batch.
-        step = Step(requests, batch, None if prompts is None else torch.from_numpy(prompts))
+        step = Step(
+            requests,
+            batch if shared is None else shared,
+            None if prompts is None else torch.from_numpy(prompts),
+        )
         if self._queue is None:
             transformer = self.transformer
             if between_layers is not None and self.is_interruptible:
@@ -145,6 +153,27 @@ class Runner:
             return StartedPass(step, task.compute(transformer, step), self.device)
         copies, is_done, keep = self._queue.start(step, task)
         return StartedPass(step, copies, self.device, is_done, keep)
+
+    def _share(self, requests: Requests, pack: Callable[[], PackedBatch]) -> PackedBatch | None:
+        """The step's batch with each common prefix once; None where the texts have none."""
+        if not self.prefix_multiple or len(requests) < 2:
+            return None
+        found = share_prefixes(requests, multiple=self.prefix_multiple)
+        if found is None:
+            return None
+        batch, tree = pack(), found.tree
+        if batch.token_type_ids is not None:
+            return None
+        own = PackedBatch(
+            input_ids=torch.from_numpy(requests.token_ids[found.kept]),
+            position_ids=batch.position_ids[torch.from_numpy(found.kept)],
+            token_type_ids=None,
+            cu_seqlens=torch.from_numpy(prefix_sums(tree.seqlens)),
+            seqlens=torch.from_numpy(tree.seqlens),
+            max_seqlen=batch.max_seqlen,
+            tree=tree,
+        )
+        return replace(batch, shared=SharedPrefixes(own, torch.from_numpy(found.rows)))
 
     def _examine(self, error: Exception, requests: Requests) -> str:
         """Where a step failed. Raises what is not the device's doing, or a DeviceLostError."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bytetx.errors import InputError
-from bytetx.runtime.rows import rows_of
+from bytetx.sequence_tree import rows_of
 
 # A padded run is counted in batches of this size, sentence-transformers' default.
 _PADDED_BATCH_SIZE = 32

@@ -16,7 +16,7 @@ import torch
 from bytetx.encode.request import Requests
 from bytetx.errors import NotFiniteError
 from bytetx.nn.transformer import Transformer
-from bytetx.packed import PackedBatch
+from bytetx.packed import PackedBatch, SharedPrefixes
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -34,6 +34,11 @@ class Step:
     requests: Requests
     _batch: PackedBatch | Callable[[], PackedBatch]
     prompt_tokens: torch.Tensor | None
+
+    @property
+    def shared(self) -> SharedPrefixes | None:
+        """The batch's shared prefixes, where it has some."""
+        return self._batch.shared if isinstance(self._batch, PackedBatch) else None
 
     @property
     def batch(self) -> PackedBatch:
@@ -236,5 +241,6 @@ def _piece(step: Step, requests: Requests, texts: slice, tokens: slice) -> Step:
         seqlens=batch.seqlens[texts],
         max_seqlen=int(requests.seqlens.max(initial=0)),
         on_host=None,
+        shared=None,
     )
     return Step(requests, own, None if prompts is None else prompts[texts])

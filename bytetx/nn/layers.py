@@ -13,7 +13,7 @@ from bytetx.nn.kv_cache import KvCache, LayerCache
 from bytetx.nn.layer import LayerWeights
 from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import VARLEN_ATTENTION, AttentionCalls, require_bias
-from bytetx.ops.attention_plan import AttentionPlan, plan_attention
+from bytetx.ops.attention_plan import TREE_KEY_STEP, AttentionPlan, plan_attention
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.disentangled import DISENTANGLED_ATTENTION, has_disentangled_kernel, require_span
 from bytetx.ops.experts import ExpertsWeight, run_experts
@@ -104,6 +104,26 @@ class Layers:
             return False
         has_fixed_tables = all(spec.scaling != "dynamic" for spec in self.tables)
         return has_fixed_tables and self.blocks.is_capturable
+
+    def prefix_multiple(self, dtype: torch.dtype, device: torch.device) -> int:
+        """As of Transformer, for hidden states of a dtype."""
+        has_bias = self.relative_bias is not None or self.buckets is not None
+        if not self.layer_spec.causal or has_bias or self.convolution is not None:
+            return 0
+        calls = AttentionCalls(
+            dtype,
+            self.spec.head_dim,
+            changes_scores=self.layer_spec.softcap > 0,
+            has_mask=True,
+            is_aligned=self.spec.head_dim * dtype.itemsize % 16 == 0,
+            has_tree=True,
+        )
+        if VARLEN_ATTENTION.choose(device, calls).name not in ("native", "triton"):
+            return 0
+        if not self.batch_invariant or device.type == "cpu":
+            return 1
+        # A GPU's steps of keys begin at a sequence's start, but at a tile's in a window.
+        return 0 if any(self._windows) else TREE_KEY_STEP
 
     def run(
         self,
@@ -244,6 +264,7 @@ class Layers:
             is_aligned=is_aligned,
             has_scale=has_scale,
             has_work=has_work,
+            has_tree=batch.tree is not None,
         )
         return VARLEN_ATTENTION.choose(device, packed).run, self._plan(batch, window)
 
@@ -258,6 +279,7 @@ class Layers:
                 has_bias=self.relative_bias is not None,
                 softcap=self.layer_spec.softcap,
                 batch_invariant=self.batch_invariant,
+                tree=batch.tree,
             )
         return plan_paged_attention(
             batch.cu_seqlens,

@@ -14,8 +14,8 @@ from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch
 from bytetx.parallel.grid import assign_sequences
 from bytetx.parallel.tp import GroupCollectives
-from bytetx.runtime.rows import rows_of
 from bytetx.runtime.upload import Uploader
+from bytetx.sequence_tree import rows_of
 
 
 class SlottedPlacement(RankPlacement):

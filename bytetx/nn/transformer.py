@@ -202,6 +202,15 @@ class Transformer:
         return fits and self.layers.is_capturable
 
     @property
+    def prefix_multiple(self) -> int:
+        """Passes may compute common prefixes of a multiple of so many tokens once; 0: never."""
+        if self.placement is not None or any(
+            rotation.scaling == "dynamic" for rotation in self.layers.tables
+        ):
+            return 0  # a dynamic rotation depends on how long the whole sequence is
+        return self.layers.prefix_multiple(self.embeddings.word.dtype, self.embeddings.word.device)
+
+    @property
     def captures_decode_steps(self) -> bool:
         """Whether its decode steps may be CUDA graphs, with kernels that take pages."""
         is_free = self.placement is None or self.placement.captures_decode_steps
@@ -234,6 +243,9 @@ class Transformer:
         """
         if self.placement is not None:
             return self.placement.forward(batch, cache=cache, on_layer=on_layer, on_kv=on_kv)
+        if batch.shared is not None and on_layer is None and on_kv is None:
+            shared = self.forward(batch.shared.batch, pause=pause)
+            return shared.index_select(0, batch.shared.rows)
         rows = self.blocks.begin(batch.total_tokens)
         x = self.layers.run(
             lambda: self._embed(batch, rows),

@@ -15,6 +15,9 @@ from bytetx.ops.triton_backend import why_no_triton
 from bytetx.sequence_tree import MAX_ANCESTORS, SequenceTree
 
 MAX_HEAD_DIM = 256
+# A batch-invariant GPU kernel takes so many keys at a time, from the start of a sequence or of an
+# ancestor on: ancestors of a multiple of so many tokens change no bits.
+TREE_KEY_STEP = 64
 _ALIGNMENT_BYTES = 16
 
 

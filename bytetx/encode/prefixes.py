@@ -1,0 +1,166 @@
+"""Common prefixes of a causal model's texts: which there are, and a step that has each once."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bytetx.encode.request import Requests
+from bytetx.sequence_tree import MAX_ANCESTORS, SequenceTree, rows_of
+
+# Fewer tokens than this in common are computed for each text.
+MIN_PREFIX_TOKENS = 32
+# A step is left as it is where sharing saves less than this part of its tokens.
+_LEAST_SAVING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOrder:
+    """Texts in an order in which those with a common prefix are neighbours.
+
+    texts: int64 [num_texts].  num_shared: int32 [num_texts], tokens that each has in common with
+    the one after it, at least MIN_PREFIX_TOKENS or 0.
+    """
+
+    texts: np.ndarray
+    num_shared: np.ndarray
+
+
+def prefix_order(requests: Requests) -> PrefixOrder | None:
+    """Groups of texts with common prefixes, the largest first; None where there is none.
+
+    A group's place is that of its longest text; the texts of no group are in between.
+    """
+    order, shared = _sorted(requests)
+    if not shared.any():
+        return None
+    starts = np.append(0, np.flatnonzero(shared[:-1] == 0) + 1)
+    sizes = np.diff(np.append(starts, len(order)))
+    longest = np.maximum.reduceat(requests.seqlens[order], starts)
+    groups = np.argsort(-longest, kind="stable")
+    rows = rows_of(starts[groups], sizes[groups])
+    return PrefixOrder(order[rows], shared[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """The tokens of texts with each common prefix once.
+
+    tree: of the prefixes and of what is left of each text.
+    kept: int64 [tree.num_rows], which of the texts' tokens those of the tree are.
+    rows: int64 [total_tokens], the row of each text's tokens in the tree.
+    """
+
+    tree: SequenceTree
+    kept: np.ndarray
+    rows: np.ndarray
+
+
+def share_prefixes(requests: Requests, *, multiple: int = 1) -> SharedRows | None:
+    """The texts' common prefixes as sequences of their own; None where they are too short.
+
+    Each text keeps one token or more for itself.  multiple: of tokens, that a prefix must have.
+    """
+    if len(requests) < 2:
+        return None
+    order, shared = _sorted(requests)
+    if not shared.any():
+        return None
+    tree = _Tree(requests.seqlens[order], shared[:-1], multiple)
+    tree.divide()
+    return tree.rows(requests, order)
+
+
+class _Tree:
+    """Prefixes of sorted texts, found from the longest common one of all down to pairs."""
+
+    def __init__(self, seqlens: np.ndarray, shared: np.ndarray, multiple: int):
+        """shared: tokens that each text has in common with the next."""
+        self._seqlens, self._multiple = seqlens, multiple
+        # A text keeps its last token.
+        most = np.minimum(seqlens[:-1], seqlens[1:]) - 1
+        self._shared = np.minimum(shared, most)
+        self._parent_of_text = np.full(len(seqlens), -1, dtype=np.int64)
+        self._start_of_text = np.zeros(len(seqlens), dtype=np.int64)
+        # Of each prefix: a text that has it, its first token and the one behind, its parent.
+        self._prefixes: list[tuple[int, int, int, int]] = []
+        self._depths: list[int] = []
+
+    def divide(self) -> None:
+        """Finds all prefixes."""
+        waiting = [(0, len(self._seqlens), 0, -1)]
+        while waiting:
+            first, last, start, parent = waiting.pop()
+            depth = 0 if parent < 0 else self._depths[parent] + 1
+            if last - first < 2 or depth == MAX_ANCESTORS:
+                continue
+            inside = self._shared[first : last - 1]
+            least = self._end_at_least(start + MIN_PREFIX_TOKENS)
+            end = int(inside.min()) // self._multiple * self._multiple
+            if end >= least:
+                self._prefixes.append((first, start, end, parent))
+                self._depths.append(depth)
+                start, parent = end, len(self._depths) - 1
+                self._parent_of_text[first:last] = parent
+                self._start_of_text[first:last] = start
+                least = self._end_at_least(start + MIN_PREFIX_TOKENS)
+            cuts = np.flatnonzero(inside < least) + first + 1
+            bounds = [first, *cuts.tolist(), last]
+            waiting += [(a, b, start, parent) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    def _end_at_least(self, tokens: int) -> int:
+        return -(-tokens // self._multiple) * self._multiple
+
+    def rows(self, requests: Requests, order: np.ndarray) -> SharedRows | None:
+        """The tree in the order of its levels, the sequences of one parent together."""
+        num_prefixes, num_texts = len(self._prefixes), len(order)
+        saved = int(self._start_of_text.sum()) - sum(p[2] - p[1] for p in self._prefixes)
+        if saved * _LEAST_SAVING < requests.total_tokens:
+            return None
+        found = np.array(self._prefixes, dtype=np.int64).reshape(-1, 4)
+        texts = np.append(found[:, 0], np.arange(num_texts))
+        starts = np.append(found[:, 1], self._start_of_text)
+        ends = np.append(found[:, 2], self._seqlens)
+        parents = np.append(found[:, 3], self._parent_of_text)
+        depths = np.append(self._depths, np.zeros(num_texts, dtype=np.int64))
+        depths[num_prefixes:] = np.where(
+            self._parent_of_text < 0, 0, depths[self._parent_of_text] + 1
+        )
+        ranks = np.lexsort((np.arange(len(texts)), parents, depths))
+        place = np.empty(len(texts), dtype=np.int64)
+        place[ranks] = np.arange(len(texts))
+        above = parents[ranks]
+        lengths = (ends - starts)[ranks]
+        tree = SequenceTree(
+            np.where(above < 0, -1, place[above]).astype(np.int32), lengths.astype(np.int32)
+        )
+        firsts = requests.cu_seqlens[:-1][order][texts] + starts
+        kept = rows_of(firsts[ranks], lengths)
+        own = np.empty(num_texts, dtype=np.int64)  # the sequence that each text ends with
+        own[order] = place[num_prefixes:]
+        return SharedRows(tree, kept, tree.rows_of(own))
+
+
+def _sorted(requests: Requests) -> tuple[np.ndarray, np.ndarray]:
+    """The texts in the order of their tokens, as words in a dictionary, and what neighbours share.
+
+    Returns (texts, tokens in common with the next one), int64 and int32 [num_texts]; less than
+    MIN_PREFIX_TOKENS in common are 0.
+    """
+    # 4 bytes each, the highest first, so that bytes compare as ids do.
+    text = requests.token_ids.astype(">i4").tobytes()
+    bounds = (4 * requests.cu_seqlens).tolist()
+    words = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    order = sorted(range(len(words)), key=words.__getitem__)
+    shared = np.zeros(len(words), dtype=np.int32)
+    least = 4 * MIN_PREFIX_TOKENS
+    heads = [word[:least] for word in words]
+    ids = requests.token_ids
+    for at, (a, b) in enumerate(zip(order, order[1:], strict=False)):
+        if heads[a] != heads[b] or len(heads[a]) < least:
+            continue
+        length = min(bounds[a + 1] - bounds[a], bounds[b + 1] - bounds[b]) // 4
+        first, second = bounds[a] // 4, bounds[b] // 4
+        differs = ids[first : first + length] != ids[second : second + length]
+        where = int(differs.argmax())
+        shared[at] = where if differs[where] else length
+    return np.array(order, dtype=np.int64), shared
