@@ -151,7 +151,7 @@ class EncodeEngine:
         self.runner, self.token_budget, self._clock = runner, token_budget, clock
         self._max_requests, self.max_queued_tokens = max_queued_requests, max_queued_tokens
         self._changed = Condition()
-        self._queue = RequestQueue(age_limit_s=age_limit_s)
+        self._queue = self._new_queue(age_limit_s)
         self._open: set[OpenCall] = set()
         self._num_reading = self._reading_tokens = 0
         self._planned: deque[EncodeStep] = deque()  # to run before anything is taken from the queue
@@ -416,11 +416,19 @@ class EncodeEngine:
         if requests.total_tokens <= budget:
             own = longest_first(requests) if len(requests) > 1 else requests
             return [_step([[Share(call, own, now)]])] if len(own) else []
-        queue, steps = RequestQueue(age_limit_s=np.inf), list[EncodeStep]()
+        queue, steps = self._new_queue(np.inf), list[EncodeStep]()
         queue.add(call, requests, now)
         while queue:
             steps += _steps_of(queue.take(even_share(queue.queued_tokens, budget), now))
         return steps
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a step computes tokens that texts have in common once."""
+        return self.runner.prefix_multiple > 0
+
+    def _new_queue(self, age_limit_s: float) -> RequestQueue:
+        return RequestQueue(age_limit_s=age_limit_s, shares_prefixes=self.shares_prefixes)
 
     def launch(self, step: EncodeStep, *, between_layers: Callable[[], None] | None = None) -> None:
         """Starts a step; where that fails, its calls run alone, or the only one gets the error."""

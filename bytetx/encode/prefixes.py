@@ -9,6 +9,8 @@ from bytetx.sequence_tree import MAX_ANCESTORS, SequenceTree, rows_of
 
 # Fewer tokens than this in common are computed for each text.
 MIN_PREFIX_TOKENS = 32
+# The part of a text that counts as shared, at most: what a step's results take is bounded by it.
+MOST_SHARED = 31 / 32
 # A step is left as it is where sharing saves less than this part of its tokens.
 _LEAST_SAVING = 16
 
@@ -38,7 +40,8 @@ def prefix_order(requests: Requests) -> PrefixOrder | None:
     longest = np.maximum.reduceat(requests.seqlens[order], starts)
     groups = np.argsort(-longest, kind="stable")
     rows = rows_of(starts[groups], sizes[groups])
-    return PrefixOrder(order[rows], shared[rows])
+    most = (requests.seqlens[order[rows]] * MOST_SHARED).astype(np.int32)
+    return PrefixOrder(order[rows], np.minimum(shared[rows], most))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bytetx.encode.prefixes import prefix_order
 from bytetx.encode.request import Requests
 from bytetx.errors import InputError
 
@@ -29,19 +30,26 @@ _BUDGET_PARTS = 32  # granularity of step sizes; the buckets of CUDA graphs have
 class QueuedTexts:
     """Texts of one call that were queued together, the longest first; steps take the last ones.
 
-    requests: their columns, in this order.  cu_seqlens: that of `requests`.
+    requests: their columns, in this order.  num_shared: int32 [num_texts], tokens that each has in
+    common with the next one, which a step that has both computes once; None where they are not
+    looked for.  cu_tokens: prefix sums of the tokens that each adds to a step that has the next.
     time: when they were queued.  num_left: texts that are in no step yet, the first ones.
     """
 
     requests: Requests
-    cu_seqlens: np.ndarray
+    cu_tokens: np.ndarray
     time: float
     num_left: int
+    num_shared: np.ndarray | None = None
 
     @property
     def next_tokens(self) -> int:
         """Tokens of the next text."""
         return int(self.requests.seqlens[self.num_left - 1])
+
+    def shared_with_next(self, stop: int) -> int:
+        """Tokens that text stop - 1 has in common with the one after it."""
+        return 0 if self.num_shared is None else int(self.num_shared[stop - 1])
 
 
 class Receiver(Protocol):
@@ -132,7 +140,9 @@ class Taken:
 
     @property
     def total_tokens(self) -> int:
-        return int(self.texts.cu_seqlens[self.stop] - self.texts.cu_seqlens[self.start])
+        """Tokens to compute, common prefixes once."""
+        own = int(self.texts.cu_tokens[self.stop] - self.texts.cu_tokens[self.start])
+        return own + self.texts.shared_with_next(self.stop)
 
     def requests(self) -> Requests:
         """The columns of these texts, views of all that were queued together."""
@@ -148,10 +158,12 @@ class RequestQueue:
     single texts run the shortest first, and a call of many texts comes after what is small.  A text
     that has waited for age_limit_s comes before all ranks and classes, the oldest first, in up to
     half of each step.  Times are seconds of whatever clock the caller has.
+    shares_prefixes: steps compute tokens that neighbours have in common once: texts of a call with
+    a common prefix stay together, and count what is left of them.
     """
 
-    def __init__(self, *, age_limit_s: float):
-        self._age_limit_s = age_limit_s
+    def __init__(self, *, age_limit_s: float, shares_prefixes: bool = False):
+        self._age_limit_s, self._shares_prefixes = age_limit_s, shares_prefixes
         self._heaps: dict[int, list[tuple[int, int, OpenCall]]] = {}
         self._arrivals: deque[tuple[OpenCall, QueuedTexts]] = deque()
         self._numbers = count()
@@ -172,12 +184,18 @@ class RequestQueue:
         """Queues texts of a call that was not dropped."""
         if not len(requests):
             return
-        if len(requests) > 1:
-            requests = longest_first(requests)
-        texts = QueuedTexts(requests, requests.cu_seqlens, now, len(requests))
+        found = prefix_order(requests) if self._shares_prefixes and len(requests) > 1 else None
+        if found is not None:
+            requests = requests.take(found.texts)
+            cu_tokens = np.append(0, np.cumsum(requests.seqlens - found.num_shared, dtype=np.int64))
+            texts = QueuedTexts(requests, cu_tokens, now, len(requests), found.num_shared)
+        else:
+            if len(requests) > 1:
+                requests = longest_first(requests)
+            texts = QueuedTexts(requests, requests.cu_seqlens, now, len(requests))
         call.waiting.append(texts)
         self._arrivals.append((call, texts))
-        self._count(call, len(requests), requests.total_tokens)
+        self._count(call, len(requests), int(texts.cu_tokens[-1]))
         if call.entry < 0:
             self._push(call)
 
@@ -330,13 +348,14 @@ class RequestQueue:
     def _take_texts(self, call: OpenCall, texts: QueuedTexts, *, tokens: int) -> Taken:
         """Takes the last texts, as many as have at most so many tokens; one at least."""
         stop = texts.num_left
-        starts, end = texts.cu_seqlens[:stop], texts.cu_seqlens[stop]
-        start = min(int(np.searchsorted(starts, end - tokens)), stop - 1)
+        starts, end = texts.cu_tokens[:stop], texts.cu_tokens[stop]
+        first = end + texts.shared_with_next(stop) - tokens
+        start = min(int(np.searchsorted(starts, first)), stop - 1)
         found = Taken(call, texts, start, stop)
         texts.num_left = start
         if not start:
             call.waiting.remove(texts)
-        self._count(call, -found.num_texts, -found.total_tokens)
+        self._count(call, -found.num_texts, -int(end - texts.cu_tokens[start]))
         call.served_tokens += found.total_tokens
         if call.entry >= 0:
             call.entry = -1
