@@ -1,6 +1,5 @@
 """Which sequences of a packed batch continue which, so that a shared prefix is computed once."""
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -89,6 +88,11 @@ class SequenceTree:
         np.cumsum(self.seqlens, out=starts[1:])
         return starts
 
+    @cached_property
+    def num_query_sequences(self) -> int:
+        """Sequences before the first one that is keys alone."""
+        return int(np.searchsorted(self.starts, self.num_rows))
+
     @property
     def total_keys(self) -> int:
         """Rows of keys: the tokens of all sequences."""
@@ -108,8 +112,7 @@ class SequenceTree:
     @cached_property
     def prefix_lens(self) -> np.ndarray:
         """int64 [batch_size]: tokens of all ancestors of each sequence."""
-        chains = self._chains
-        lens: np.ndarray = np.where(chains >= 0, self.seqlens[chains], 0).sum(axis=1)
+        lens: np.ndarray = np.append(self.seqlens, 0)[self._chains].sum(axis=1)
         return lens
 
     def positions(self) -> np.ndarray:
@@ -120,13 +123,13 @@ class SequenceTree:
     def key_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """(rows, cu_keys) of the keys that each sequence with query rows sees, its own last.
 
-        rows: int32 [cu_keys[-1]], rows of keys.  cu_keys: int64 [batch_size + 1], where each
-        sequence's begin; those of a sequence without query rows are none.
+        rows: int32 [cu_keys[-1]], rows of keys.  cu_keys: int64 [num_query_sequences + 1], where
+        each sequence's begin.
         """
-        has_rows = self.starts[:-1] < self.num_rows
-        cu_keys = np.zeros(len(self) + 1, dtype=np.int64)
-        np.cumsum(np.where(has_rows, self.prefix_lens + self.seqlens, 0), out=cu_keys[1:])
-        return self.rows_of(np.flatnonzero(has_rows)).astype(np.int32), cu_keys
+        count = self.num_query_sequences
+        cu_keys = np.zeros(count + 1, dtype=np.int64)
+        np.cumsum((self.prefix_lens + self.seqlens)[:count], out=cu_keys[1:])
+        return self.rows_of(np.arange(count)).astype(np.int32), cu_keys
 
     def rows_of(self, sequences: np.ndarray) -> np.ndarray:
         """int64: the rows of each of some sequences, those of its ancestors before its own."""
@@ -141,49 +144,51 @@ class SequenceTree:
         tiles of its own, and leaves the rest of its last one to the next.  batch_invariant: every
         sequence opens a tile.  window: a token sees so many keys, its own the last; 0: all.
         """
-        starts = self.starts.tolist()
-        run_end = self._run_ends()
-        num_sequences = bisect_right(starts, self.num_rows - 1)
-        tiles: list[tuple[int, int, int, int, int]] = []  # and the first sequence
-        at = 0
-        while at < num_sequences:
-            start, stop, first = starts[at], starts[at + 1], at
-            if start == stop:
-                at += 1
-                continue
-            full = (stop - start - 1) // tile_rows
-            limit = start + (full + 1) * tile_rows
-            at += 1
-            if not batch_invariant:
-                last = min(run_end[first], num_sequences)
-                at = max(at, min(bisect_right(starts, limit) - 1, last))
-            end = starts[at]
-            for row in range(start, start + full * tile_rows + 1, tile_rows):
-                rows = min(tile_rows, end - row)
-                first_key = max(start, row + 1 - window) if window else start
-                tiles.append((row, rows, first_key, row + rows, first))
-        found = np.array(tiles, dtype=np.int64).reshape(-1, 5)
-        sequences = found[:, 4]
-        found = found[self._run_order(found[:, 3] - found[:, 2] + self.prefix_lens[sequences])]
-        chains = self._chains[found[:, 4], 1:]
-        # To the front: what has fewer ancestors has -1 before them.
-        order = np.argsort(chains < 0, axis=1, kind="stable")
-        chains = np.take_along_axis(chains, order, axis=1)
-        ancestors = np.stack([self.starts[chains], self.starts[chains] + self.seqlens[chains]], -1)
-        ancestors[chains < 0] = 0
-        bounds = np.stack([self.starts[:-1], self.starts[1:]], axis=1)
-        row_bounds = np.repeat(bounds, self.seqlens, axis=0)[: self.num_rows]
+        first, behind = self._openings(tile_rows, batch_invariant)
+        begin, end = self.starts[first], self.starts[behind]
+        counts = -((begin - end) // tile_rows)
+        opening = np.repeat(np.arange(len(first)), counts)
+        index = np.arange(len(opening)) - np.repeat(np.cumsum(counts) - counts, counts)
+        row = begin[opening] + index * tile_rows
+        last_key = np.minimum(row + tile_rows, end[opening])
+        first_key = np.maximum(begin[opening], row + 1 - window) if window else begin[opening]
+        tiles = np.stack([row, last_key - row, first_key, last_key], axis=1).astype(np.int32)
+        order = self._run_order(last_key - first_key + self.prefix_lens[first][opening])
+        bounds = np.stack([self.starts, np.append(self.starts[1:], 0)], axis=1)
+        bounds[-1] = 0  # where chains have -1
+        pairs = bounds.astype(np.int32).view(np.int64).ravel()  # of int32: one number to copy
+        chains = self._chains[first]
+        # Ancestors to the front, and behind them the -1 that stand before them.
+        missing = (chains[:, 1:] < 0).sum(axis=1)[:, None]
+        places = (missing + np.arange(1, MAX_ANCESTORS + 1)) % (MAX_ANCESTORS + 1)
+        ancestors = pairs[np.take_along_axis(chains, places, axis=1)]
+        num_sequences = self.num_query_sequences
+        row_bounds = np.repeat(pairs[:num_sequences], self.seqlens[:num_sequences])
         return TreeTiles(
-            found[:, :4].astype(np.int32),
-            ancestors.astype(np.int32),
-            row_bounds.astype(np.int32),
+            tiles[order],
+            ancestors[opening[order]].view(np.int32).reshape(-1, MAX_ANCESTORS, 2),
+            row_bounds.view(np.int32).reshape(-1, 2),
         )
 
-    def _run_ends(self) -> list[int]:
-        """The sequence behind the run of neighbours with one parent that each sequence is in."""
-        changes = np.flatnonzero(np.diff(self.parents)) + 1
-        ends = np.append(changes, len(self))
-        return np.repeat(ends, np.diff(np.append(0, ends))).tolist() if len(self) else []
+    def _openings(self, tile_rows: int, batch_invariant: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Sequences that open a tile, and the one behind those that share its tiles."""
+        num_sequences = self.num_query_sequences
+        first = np.arange(num_sequences)
+        behind = first + 1
+        if batch_invariant:
+            return first, behind
+        starts, seqlens = self.starts[:num_sequences], self.seqlens[:num_sequences]
+        limit = starts + np.maximum(-(-seqlens // tile_rows), 1) * tile_rows
+        fitting = np.searchsorted(self.starts, limit, side="right") - 1
+        changes = np.append(np.flatnonzero(np.diff(self.parents)) + 1, len(self))
+        run_end = changes[np.searchsorted(changes, first, side="right")]
+        behind = np.maximum(behind, np.minimum(np.minimum(fitting, run_end), num_sequences))
+        follows, openings, at = behind.tolist(), [], 0
+        while at < num_sequences:
+            openings.append(at)
+            at = follows[at]
+        first = np.array(openings, dtype=np.int64)
+        return first, behind[first]
 
     @staticmethod
     def _run_order(num_keys: np.ndarray) -> np.ndarray:
