@@ -223,19 +223,23 @@ void pool(const PoolParams& p, const Launch& launch);
 // With a softcap, scaled scores s become softcap * tanh(s / softcap). Then score(i, j) gets
 // relative_bias[head][position(j) - position(i) + span - 1] where there is one.
 // causal hides j > i, a window |i - j| >= window. Query heads h * num_heads / num_kv_heads and on
-// share head h of k and v.
+// share head h of k and v. With key_rows a sequence's keys are these rows, the last of them its
+// own: it continues what is before them.
 struct VarlenAttentionParams {
     const void* q;                  // [total_tokens, num_heads, head_dim], dtype
-    const void* k;                  // [total_tokens, num_kv_heads, head_dim]
+    const void* k;                  // [num_keys, num_kv_heads, head_dim]
     const void* v;                  // as k
     void* out;                      // as q
     const int32_t* cu_seqlens;      // [batch_size + 1], starts at 0, ends at total_tokens
+    const int32_t* key_rows;        // [cu_keys[batch_size]] in [0, num_keys); null: as those of q
+    const int64_t* cu_keys;         // [batch_size + 1], starts at 0: where each sequence's begin
     const float* relative_bias;     // [num_heads, 2 * relative_bias_span - 1], or null for none
     const int32_t* bias_positions;  // [total_tokens] in [0, span), or null: index in the sequence
     void* workspace;                // varlen_attention_workspace_bytes(), any content
     int64_t workspace_bytes;
     int64_t batch_size;
     int64_t total_tokens;
+    int64_t num_keys;  // rows of k and v
     int32_t max_seqlen;
     int32_t num_heads;
     int32_t num_kv_heads;

@@ -109,6 +109,10 @@ def varlen_attention(
     require_softcap(softcap)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[2])
+    if plan is not None and tree is not None:
+        _require_own_plan(plan, q, cu_seqlens, causal, window)
+        if torch.compiler.is_compiling():
+            raise ValueError("attention with a tree cannot be compiled; call it eagerly")
     if torch.compiler.is_compiling():
         attended: Tensor = torch.ops.bytetx.varlen_attention(
             q,
@@ -226,6 +230,13 @@ def _plan_for(
         )
         assert plan is not None  # _takes_plan said that there is a kernel
         return plan
+    _require_own_plan(plan, q, cu_seqlens, causal, window)
+    return plan
+
+
+def _require_own_plan(
+    plan: AttentionPlan, q: Tensor, cu_seqlens: Tensor, causal: bool, window: int
+) -> None:
     made_for = (plan.batch_size, plan.total_tokens, plan.causal, plan.window)
     wanted = (cu_seqlens.shape[0] - 1, q.shape[0], causal, window)
     if made_for != wanted:
@@ -233,7 +244,6 @@ def _plan_for(
             f"plan must be of this batch: (batch_size, total_tokens, causal, window) is {wanted}, "
             f"the plan's {made_for}; make it with plan_attention"
         )
-    return plan
 
 
 @VARLEN_ATTENTION.native_kernel(
@@ -259,9 +269,10 @@ def run_kernel(
     out: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
-    """The CPU's native kernel on checked arguments, without a plan; isa: a key of ISA_CODES."""
+    """The CPU's native kernel on checked arguments; isa: a key of ISA_CODES."""
     total_tokens, num_heads, head_dim = q.shape
-    batch_size = cu_seqlens.shape[0] - 1
+    key_rows, cu_keys = plan.tables if plan is not None and plan.tables else (None, None)
+    batch_size = len(cu_seqlens if cu_keys is None else cu_keys) - 1
     launch = native.launch_args(q.device, isa)
     num_bytes = native.require_kernel("varlen_attention_workspace_bytes", q.device)(
         batch_size=batch_size, head_dim=head_dim, num_threads=launch.num_threads
@@ -274,12 +285,15 @@ def run_kernel(
         v=v,
         out=out,
         cu_seqlens=cu_seqlens,
+        key_rows=key_rows,
+        cu_keys=cu_keys,
         relative_bias=relative_bias,
         bias_positions=bias_positions,
         workspace=torch.empty(num_bytes, dtype=torch.uint8),
         workspace_bytes=num_bytes,
         batch_size=batch_size,
         total_tokens=total_tokens,
+        num_keys=k.shape[0],
         max_seqlen=max_seqlen,
         num_heads=num_heads,
         num_kv_heads=k.shape[1],

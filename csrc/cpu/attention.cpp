@@ -8,6 +8,8 @@
 // The kernels are in attention_kernel.h.
 #include "cpu/attention.h"
 
+#include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -27,6 +29,25 @@ void require(bool condition, const char* what, int64_t got) {
     if (condition) return;
     throw std::invalid_argument(std::string("varlen_attention: ") + what + ", got " +
                                 std::to_string(got));
+}
+
+// A tree's rows of keys: those before each sequence's own, and its own.
+void check_key_rows(const VarlenAttentionParams& p) {
+    require(p.causal && p.relative_bias == nullptr,
+            "key_rows are for causal attention without a bias, causal", p.causal);
+    require(p.cu_keys[0] == 0, "cu_keys must start at 0", p.cu_keys[0]);
+    for (int64_t i = 0; i < p.batch_size; ++i) {
+        const int64_t seqlen = p.cu_seqlens[i + 1] - p.cu_seqlens[i];
+        const int64_t num_keys = p.cu_keys[i + 1] - p.cu_keys[i];
+        require(num_keys >= seqlen && num_keys <= std::numeric_limits<int32_t>::max(),
+                "cu_keys must give each sequence its own tokens at least, a length", num_keys);
+    }
+    uint32_t largest = 0;  // a negative row is larger than all others
+    for (int64_t i = 0; i < p.cu_keys[p.batch_size]; ++i) {
+        largest = std::max(largest, static_cast<uint32_t>(p.key_rows[i]));
+    }
+    require(p.cu_keys[p.batch_size] == 0 || largest < p.num_keys,
+            "key_rows must be rows of k, below num_keys", static_cast<int32_t>(largest));
 }
 
 void check(const VarlenAttentionParams& p, int num_threads) {
@@ -57,6 +78,7 @@ void check(const VarlenAttentionParams& p, int num_threads) {
     require(p.window >= 0, "window must not be negative", p.window);
     require(p.relative_bias == nullptr || p.relative_bias_span >= longest,
             "relative_bias must span the longest sequence, its span", p.relative_bias_span);
+    if (p.key_rows != nullptr) check_key_rows(p);
 }
 
 AttentionInput input_of(const VarlenAttentionParams& p) {
@@ -66,6 +88,8 @@ AttentionInput input_of(const VarlenAttentionParams& p) {
     in.v = p.v;
     in.out = p.out;
     in.cu_seqlens = p.cu_seqlens;
+    in.page_table = p.key_rows;
+    in.cu_pages = p.cu_keys;
     in.relative_bias = p.relative_bias;
     in.bias_positions = p.bias_positions;
     in.relative_bias_span = p.relative_bias_span;

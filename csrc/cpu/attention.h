@@ -8,16 +8,17 @@
 
 namespace bytetx::cpu {
 
-// Both ops as their kernels see them: packed rows of k and v, or pages.
+// Both ops as their kernels see them: packed rows of k and v, or pages; a tree's are of one row.
 struct AttentionInput {
     const void* q;
     const void* k;
     const void* v;
     void* out;
     const int32_t* cu_seqlens;
-    const int32_t* kv_seqlens;      // null: as many keys as queries
+    const int32_t* kv_seqlens;      // null: as many keys as queries, or pages of a tree
     const int32_t* page_table;      // null: k and v are packed rows
     int64_t max_pages;              // entries of page_table a sequence
+    const int64_t* cu_pages;        // of a tree: where each sequence's entries begin; else null
     const float* relative_bias;     // null: none
     const int32_t* bias_positions;  // null: index in the sequence
     int32_t relative_bias_span;
@@ -42,6 +43,9 @@ struct AttentionInput {
         return cu_seqlens[sequence + 1] - cu_seqlens[sequence];
     }
     int32_t num_keys(int64_t sequence) const {
+        if (cu_pages != nullptr) {
+            return static_cast<int32_t>(cu_pages[sequence + 1] - cu_pages[sequence]);
+        }
         return kv_seqlens == nullptr ? num_queries(sequence) : kv_seqlens[sequence];
     }
 };

@@ -27,8 +27,10 @@ struct KeyRows {
 template <typename T>
 KeyRows<T> key_rows(const AttentionInput& in, const void* rows, int64_t stride, int64_t sequence,
                     int kv_head) {
-    const int32_t* pages =
-        in.page_table == nullptr ? nullptr : in.page_table + sequence * in.max_pages;
+    const int32_t* pages = in.page_table;
+    if (pages != nullptr) {
+        pages += in.cu_pages == nullptr ? sequence * in.max_pages : in.cu_pages[sequence];
+    }
     const int64_t first_row = pages == nullptr ? in.cu_seqlens[sequence] : 0;
     return {static_cast<const T*>(rows) + first_row * stride + kv_head * in.head_dim, stride, pages,
             in.page_shift};
