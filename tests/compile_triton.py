@@ -103,6 +103,12 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         triton_kernels.varlen_attention(
             q, k, v, bounds, batch_size=4, softmax_scale=0.1, out=torch.empty_like(q), **options
         )
+    tree_tables = torch.zeros(3, 64, dtype=torch.int32).unbind()
+    for options in ({}, {"window": 128, "softcap": 30.0}):
+        triton_kernels.tree_attention(
+            q, k, v, tree_tables, tile_rows=triton_kernels.tree_tile_rows(head_dim),
+            softmax_scale=0.1, out=torch.empty_like(q), **options,
+        )  # fmt: skip
     table = torch.empty(64, heads, head_dim, dtype=dtype)
     triton_kernels.disentangled_attention(
         q, k, v, table, table, torch.zeros(999, dtype=torch.int32), bounds, softmax_scale=0.1

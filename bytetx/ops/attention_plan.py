@@ -31,7 +31,8 @@ class AttentionPlan:
     A native kernel counts in the buffer, so the calls that share a plan run one after the other, as
     in one stream.
     tree: which sequences continue others; tables: its arrays on the device, on a GPU (tiles,
-    row_bounds, ancestors) of SequenceTree.tiles, else (rows, cu_keys) of SequenceTree.key_rows.
+    ancestors, row_bounds) of SequenceTree.tiles, else (rows, cu_keys) of SequenceTree.key_rows;
+    none where no kernel takes them.
     """
 
     buffer: Tensor
@@ -139,8 +140,10 @@ def _plan_tree(
         tile_rows = _kernels(device).tile_rows(
             batch_size=1, total_tokens=2**30, head_dim=head_dim if takes_wide else 0
         )
-    else:
+    elif why_no_triton(device) is None:
         tile_rows = triton_backend.kernels(device).tree_tile_rows(head_dim)
+    else:
+        return AttentionPlan(torch.empty(0, dtype=torch.uint8), 0, *sizes)
     found = tree.tiles(tile_rows, window=window, batch_invariant=batch_invariant)
     num_tiles = len(found.tiles)
     # What the kernel counts in, then the tables, each from a multiple of 16 bytes on; tiles are
@@ -225,8 +228,25 @@ def run_triton(
     out: Tensor | None,
 ) -> Tensor:
     """Triton's kernel on checked arguments that it takes."""
+    kernels = triton_backend.kernels(q.device)
+    if out is None:
+        out = q.new_empty(q.shape)
+    window = min(plan.window, native.MAX_WINDOW)
+    if plan.tree is not None:
+        attended: Tensor = kernels.tree_attention(
+            q,
+            k,
+            v,
+            plan.tables,
+            tile_rows=plan.tile_rows,
+            softmax_scale=softmax_scale,
+            window=window,
+            softcap=softcap,
+            out=out,
+        )
+        return attended
     assert plan.tile_rows == 0  # a native plan holds no sequence bounds
-    attended: Tensor = triton_backend.kernels(q.device).varlen_attention(
+    attended = kernels.varlen_attention(
         q,
         k,
         v,
@@ -234,11 +254,11 @@ def run_triton(
         batch_size=plan.batch_size,
         softmax_scale=softmax_scale,
         causal=plan.causal,
-        window=min(plan.window, native.MAX_WINDOW),
+        window=window,
         softcap=softcap,
         relative_bias=relative_bias,
         bias_positions=bias_positions,
-        out=q.new_empty(q.shape) if out is None else out,
+        out=out,
     )
     return attended
 

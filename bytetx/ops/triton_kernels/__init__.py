@@ -4,7 +4,7 @@ They take checked arguments and launch by sizes alone, so that a CUDA graph can 
 this package through ops.triton_backend, which says whether it can be.
 """
 
-from bytetx.ops.triton_kernels.attention import varlen_attention
+from bytetx.ops.triton_kernels.attention import tree_attention, tree_tile_rows, varlen_attention
 from bytetx.ops.triton_kernels.disentangled import disentangled_attention
 from bytetx.ops.triton_kernels.gemm import linear
 from bytetx.ops.triton_kernels.late_interaction import (
@@ -38,6 +38,8 @@ __all__ = [
     "sample",
     "sequence_bounds",
     "tiles_of",
+    "tree_attention",
+    "tree_tile_rows",
     "unpack_padded",
     "varlen_attention",
     "write_kv",
