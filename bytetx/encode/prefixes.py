@@ -40,8 +40,9 @@ def prefix_order(requests: Requests) -> PrefixOrder | None:
     longest = np.maximum.reduceat(requests.seqlens[order], starts)
     groups = np.argsort(-longest, kind="stable")
     rows = rows_of(starts[groups], sizes[groups])
-    most = (requests.seqlens[order[rows]] * MOST_SHARED).astype(np.int32)
-    return PrefixOrder(order[rows], np.minimum(shared[rows], most))
+    seqlens = requests.seqlens[order[rows]]
+    most = np.ceil(seqlens * MOST_SHARED).astype(np.int32)
+    return PrefixOrder(order[rows], np.minimum(shared[rows], np.minimum(most, seqlens - 1)))
 
 
 @dataclass(frozen=True, slots=True)

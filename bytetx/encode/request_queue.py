@@ -49,7 +49,22 @@ class QueuedTexts:
 
     def shared_with_next(self, stop: int) -> int:
         """Tokens that text stop - 1 has in common with the one after it."""
-        return 0 if self.num_shared is None else int(self.num_shared[stop - 1])
+        return 0 if self.num_shared is None or not stop else int(self.num_shared[stop - 1])
+
+    @property
+    def left_tokens(self) -> int:
+        """Tokens of the texts that are in no step yet."""
+        return int(self.cu_tokens[self.num_left]) + self.shared_with_next(self.num_left)
+
+    @property
+    def group_tokens(self) -> int:
+        """Tokens of the next text and of those that have a prefix in common with it."""
+        if self.num_shared is None:
+            return self.next_tokens
+        stop = self.num_left
+        apart = np.flatnonzero(self.num_shared[: stop - 1] == 0)
+        start = int(apart[-1]) + 1 if len(apart) else 0
+        return self.left_tokens - int(self.cu_tokens[start])
 
 
 class Receiver(Protocol):
@@ -310,7 +325,8 @@ class RequestQueue:
             if priority < call.priority and self._best(self._heaps[priority]) is not None:
                 return room
         texts = call.waiting[0]
-        taken.append(self._take_texts(call, texts, tokens=texts.next_tokens))
+        tokens = max(texts.next_tokens, min(texts.group_tokens, room))
+        taken.append(self._take_texts(call, texts, tokens=tokens))
         return room - taken[-1].total_tokens
 
     def _take_ranked(
@@ -347,7 +363,7 @@ class RequestQueue:
 
     def _take_texts(self, call: OpenCall, texts: QueuedTexts, *, tokens: int) -> Taken:
         """Takes the last texts, as many as have at most so many tokens; one at least."""
-        stop = texts.num_left
+        stop, before = texts.num_left, texts.left_tokens
         starts, end = texts.cu_tokens[:stop], texts.cu_tokens[stop]
         first = end + texts.shared_with_next(stop) - tokens
         start = min(int(np.searchsorted(starts, first)), stop - 1)
@@ -355,7 +371,7 @@ class RequestQueue:
         texts.num_left = start
         if not start:
             call.waiting.remove(texts)
-        self._count(call, -found.num_texts, -int(end - texts.cu_tokens[start]))
+        self._count(call, -found.num_texts, texts.left_tokens - before)
         call.served_tokens += found.total_tokens
         if call.entry >= 0:
             call.entry = -1

@@ -44,6 +44,7 @@ class FakeTransformer:
     run: Callable[[], None] | None = None
 
     spec = SimpleNamespace(num_token_types=0, position_offset=0)
+    prefix_multiple = 0
 
     def interrupted_by(self, run: Callable[[], None]) -> "FakeTransformer":
         return replace(self, run=run)
