@@ -289,7 +289,7 @@ struct PlannedAttentionParams {
     int64_t batch_size;
     int64_t total_tokens;
     int64_t num_keys;   // total_tokens, or more in a tree
-    int64_t num_tiles;  // of a tree's plan (cuda/attention_plan.cuh); 0: no tree
+    int64_t num_tiles;  // in a plan with a tree (cuda/attention_plan.cuh); else 0
     int32_t tile_rows;
     int32_t num_heads;
     int32_t num_kv_heads;  // divides num_heads

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -93,11 +94,9 @@ def has_tensor_descriptors(capability: int, device: torch.device) -> bool:
     return capability // 10 in launch.DESCRIPTOR_MAJORS
 
 
-def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
-    """One call or more of each host function, at sizes of real models."""
-    heads, width, total = 768 // head_dim, 768, 4 * mean_tokens
-    q, k, v = torch.empty(3, total, heads, head_dim, dtype=dtype).unbind()
-    ends = torch.zeros(5, dtype=torch.int32)
+def launch_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, mean_tokens: int) -> None:
+    """Every kernel of attention, on [total, heads, head_dim] and four sequences' ends."""
+    total, heads, head_dim = q.shape
     bounds = triton_kernels.sequence_bounds(ends, total)
     for options in ({}, {"causal": True, "window": 128}, {"softcap": 30.0}):
         triton_kernels.varlen_attention(
@@ -109,11 +108,11 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
             q, k, v, tree_tables, tile_rows=triton_kernels.tree_tile_rows(head_dim),
             softmax_scale=0.1, out=torch.empty_like(q), **options,
         )  # fmt: skip
-    table = torch.empty(64, heads, head_dim, dtype=dtype)
+    table = torch.empty(64, heads, head_dim, dtype=q.dtype)
     triton_kernels.disentangled_attention(
         q, k, v, table, table, torch.zeros(999, dtype=torch.int32), bounds, softmax_scale=0.1
     )
-    cache = torch.empty(9, 16, max(1, heads // 4), head_dim, dtype=dtype)
+    cache = torch.empty(9, 16, max(1, heads // 4), head_dim, dtype=q.dtype)
     for longest in ((1, 2000), (mean_tokens, 200)):
         triton_kernels.paged_attention(
             q[: 4 if longest[0] == 1 else None],
@@ -129,6 +128,14 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
             alibi_slopes=None,
             out=torch.empty_like(q),
         )
+
+
+def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
+    """One call or more of each host function, at sizes of real models."""
+    heads, width, total = 768 // head_dim, 768, 4 * mean_tokens
+    q, k, v = torch.empty(3, total, heads, head_dim, dtype=dtype).unbind()
+    ends = torch.zeros(5, dtype=torch.int32)
+    launch_attention(q, k, v, ends, mean_tokens)
     x, weight = torch.empty(total, width, dtype=dtype), torch.empty(width, dtype=dtype)
     triton_kernels.norm(x, weight, weight, is_rms=False, eps=1e-5, residual=x, out=x, sum_out=x)
     ids = torch.zeros(total, dtype=torch.int32)

@@ -105,11 +105,10 @@ void planned_attention(const PlannedAttentionParams& p, const Launch& launch) {
     if (p.total_tokens == 0 || p.batch_size == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
-    dispatch_at_least<32, 64, 96, 128, 256>(
-        p.head_dim, [&]<int kHeadDim>() {
-            if (p.num_tiles > 0) return attention::launch_tree_attention<kHeadDim>(p, stream);
-            attention::launch_attention<kHeadDim>(p, stream);
-        });
+    dispatch_at_least<32, 64, 96, 128, 256>(p.head_dim, [&]<int kHeadDim>() {
+        if (p.num_tiles > 0) return attention::launch_tree_attention<kHeadDim>(p, stream);
+        attention::launch_attention<kHeadDim>(p, stream);
+    });
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 

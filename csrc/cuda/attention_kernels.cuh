@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
             load_tile<C, kTileRows>(p.q, &s.q_full, s.q, head, base);
         }
         if constexpr (C::kHasTree) {  // keys by their places
-            if (is_fetcher) s.parts.fill(p.ancestors + index * kMaxAncestors, {begin, end}, p.window);
+            if (is_fetcher)
+                s.parts.fill(p.ancestors + index * kMaxAncestors, {begin, end}, p.window);
             __syncthreads();
             begin = 0;
             end = uniform(s.parts.place[s.parts.kOwn + 1]);
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
         const auto keep_seen = [&] {
             seen = {tile.seen[0].x, tile.seen[0].y, tile.seen[1].x, tile.seen[1].y};
         };
-        int part = -1;  // of a tree
+        int part = -1;  // none before the first step
         if constexpr (C::kHasTree) {
             tile.clear();
         } else {

@@ -27,10 +27,9 @@ struct TileTiling {
     static constexpr bool kChangesScores = kChanges;
     static constexpr bool kQInRegisters = false;
     static constexpr bool kGroupsKeys = false;
-    static constexpr int kMinCtas = kHeadDim > 128
-                                        ? 2
-                                        : (kHeadDim <= 64 ? 5 : 3) -
-                                              ((kChanges || kTree) && kHeadDim <= 64);
+    static constexpr int kMinCtas = kHeadDim > 128 ? 2
+                                                   : (kHeadDim <= 64 ? 5 : 3) -
+                                                         ((kChanges || kTree) && kHeadDim <= 64);
 };
 
 // pipeline_kernel: as many registers of consumers as a CTA of a whole SM has, and as many stages as

@@ -103,7 +103,7 @@ struct TreeSource : PackedSource<C> {
         Item item;  // hides the base's
         Parts parts;
     };
-    const Parts* parts = nullptr;  // of the item whose keys are fetched
+    const Parts* parts = nullptr;  // where the keys lie that are fetched
 
     __device__ __forceinline__ explicit TreeSource(const Params& params) : Base(params) {}
 

@@ -112,7 +112,7 @@ struct Consumer {
     RingIndex<C::kQStages> q = {};
     RingIndex<C::kQStages + 1> slot = {};  // outlives the queries
     RingIndex<C::kStages> kv = {};
-    int part = 0;  // of a tree's keys
+    int part = 0;  // where in a tree's keys
     uint32_t weights[kN / 4];
 
     // Each warp arrives for itself: one arrival a warpgroup would need a barrier of its four warps.

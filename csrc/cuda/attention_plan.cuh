@@ -61,16 +61,14 @@ struct PlanView {
 
 inline PlanView view_plan(int32_t* plan, int64_t num_tiles) {
     auto* tiles = reinterpret_cast<int4*>(plan) + 1;
-    return {plan,    reinterpret_cast<Counters*>(plan + 1),
-            tiles,   tiles + num_tiles,
+    return {plan,    reinterpret_cast<Counters*>(plan + 1),         tiles, tiles + num_tiles,
             nullptr, reinterpret_cast<int2*>(tiles + 2 * num_tiles)};
 }
 
 inline PlanView view_tree_plan(int32_t* plan, int64_t num_tiles) {
     auto* tiles = reinterpret_cast<int4*>(plan) + 1;
     auto* ancestors = reinterpret_cast<int2*>(tiles + num_tiles);
-    return {plan,    reinterpret_cast<Counters*>(plan + 1),
-            tiles,   nullptr,
+    return {plan,      reinterpret_cast<Counters*>(plan + 1), tiles, nullptr,
             ancestors, ancestors + num_tiles * kMaxAncestors};
 }
 

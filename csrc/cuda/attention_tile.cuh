@@ -91,8 +91,7 @@ struct KeyParts {
     __device__ __forceinline__ int shift(int part) const { return row[part] - place[part]; }
 
     // The places that `row` of the sequence [sequence.x, sequence.y) sees in a part.
-    __device__ __forceinline__ int2 bounds(const Params& p, int part, int2 sequence,
-                                           int at) const {
+    __device__ __forceinline__ int2 bounds(const Params& p, int part, int2 sequence, int at) const {
         if (part == kOwn) {
             const int2 rows = key_bounds(p, sequence, at);
             return {rows.x - shift(kOwn), rows.y - shift(kOwn)};
@@ -140,8 +139,8 @@ struct RowTile : SoftmaxRows<C> {
     }
 
     // As above, in one part of a tree's keys; at: the place of its first step.
-    __device__ __forceinline__ void find_seen(const int2* sequences, const KeyParts<C::kBlockN>& keys,
-                                              int part, int at) {
+    __device__ __forceinline__ void find_seen(const int2* sequences,
+                                              const KeyParts<C::kBlockN>& keys, int part, int at) {
         const bool is_used = tid / 32 * 16 < num_rows;
         int2 bounds[2];
 #pragma unroll

@@ -33,7 +33,7 @@ def requests_of(seqlens: list[int], *, start: int = 0) -> Requests:
 
 def plan_steps(requests: Requests, *, token_budget: int) -> list[Requests]:
     """The texts of each step, with the indices of the call."""
-    engine = EncodeEngine(None, token_budget=token_budget)
+    engine = EncodeEngine(SimpleNamespace(prefix_multiple=0), token_budget=token_budget)
     call = OpenCall(SimpleNamespace(key="task"), None)
     steps = engine.plan(call, requests)
     assert all(share.call is call for step in steps for share in step.shares)
