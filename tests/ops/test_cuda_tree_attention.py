@@ -75,7 +75,6 @@ def case_of(tree: SequenceTree, **sizes: object) -> TreeCase:
     return make_case(tree, device="cuda", **{"dtype": torch.float16, "num_heads": 4} | sizes)
 
 
-@pytest.mark.feature("Packed batches", "shared prefixes")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)

@@ -64,7 +64,7 @@ OPTIONS = st.fixed_dictionaries(
 HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)])
 
 
-@pytest.mark.feature("Packed batches", "shared prefixes")
+@pytest.mark.feature("Arithmetic", "shared prefixes in one pass")
 @settings(max_examples=60)
 @given(
     tree=trees(LENGTHS),

@@ -24,7 +24,7 @@ HALF_DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.fl
 DTYPES = [*HALF_DTYPES, torch.float32]
 LENGTHS = st.sampled_from([0, 1, 2, 5, 20, 31, 33, 64, 65, 140])
 FOREST = make_tree(
-    [-1, 0, 1, 1, 1, 0, 5, 9, 7, -1], [70, 31, 20, 0, 1, 65, 5, 8, 9, 130], keys_alone=1
+    [-1, 0, 1, 1, 1, 0, 5, 9, 7, -1], [70, 21, 20, 0, 1, 5, 3, 8, 9, 40], keys_alone=1
 )
 
 
@@ -46,9 +46,9 @@ def attend(case: TreeCase, *, tile_rows: int | None = None, **options: object) -
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
-    tree=trees(LENGTHS, most=6),
+    tree=trees(LENGTHS, most=5),
     window=st.sampled_from([0, 0, 1, 30, 90]),
     softcap=st.sampled_from([0.0, 0.0, 3.0]),
     head_dim=st.sampled_from([16, 40, 128]),
@@ -68,9 +68,9 @@ def test_any_tree(
 
 @pairwise(
     {
-        "head_dim": [24, 64, 80, 256],
+        "head_dim": [24, 80, 256],
         "dtype": DTYPES,
-        "window": [0, 1, 70, 1 << 30],
+        "window": [0, 1, 50],
         "softcap": [0.0, 2.0],
         "tile_rows": [64, 192],  # a native plan's, too
     }
@@ -84,14 +84,15 @@ def test_head_sizes_windows_and_tiles(
     assert_as_exact_as_torch(attend(case, tile_rows=tile_rows, **options), case, **options)
 
 
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
-@pytest.mark.parametrize("sequence", [0, 1, 2, 7, 8, 9])
-@pytest.mark.parametrize("window", [0, 40])
+@pairwise({"sequence": [0, 2, 9], "window": [0, 12], "broken": [torch.nan, torch.inf]})
 def test_broken_keys_reach_the_sequences_that_continue_theirs_alone(
     sequence: int, broken: float, window: int
 ) -> None:
     sizes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 16}
-    case = make_case(FOREST, dtype=torch.float16, device=DEVICE, **sizes)
+    tree = make_tree(
+        [-1, 0, 1, 1, 0, -1, 9, 6, 7, -1], [7, 9, 2, 1, 0, 8, 3, 5, 2, 20], keys_alone=1
+    )
+    case = make_case(tree, dtype=torch.float16, device=DEVICE, **sizes)
     right = case.attend(torch.float64, window=window)
     poisoned, sees = case.poisoned(sequence, broken)
     ours = attend(poisoned, window=window)
@@ -101,10 +102,10 @@ def test_broken_keys_reach_the_sequences_that_continue_theirs_alone(
 
 
 def test_keys_before_a_window_are_not_seen() -> None:
-    tree = make_tree([-1, 0, 1, 1], [40, 50, 30, 7])
+    tree = make_tree([-1, 0, 1, 1], [20, 20, 10, 7])
     case = make_case(tree, dtype=torch.float16, device=DEVICE, num_heads=1, num_kv_heads=1)
-    right = case.attend(torch.float64, window=40)
+    right = case.attend(torch.float64, window=15)
     poisoned, _ = case.poisoned(0, torch.nan)
-    ours = attend(poisoned, window=40)
-    assert ours[40:79].isnan().all()
-    assert (ours[79:] - right[79:]).abs().max() <= 2e-3 * right.abs().max()
+    ours = attend(poisoned, window=15)
+    assert ours[20:34].isnan().all()
+    assert (ours[34:] - right[34:]).abs().max() <= 2e-3 * right.abs().max()
