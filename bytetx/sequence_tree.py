@@ -156,7 +156,7 @@ class SequenceTree:
         order = self._run_order(last_key - first_key + self.prefix_lens[first][opening])
         bounds = np.stack([self.starts, np.append(self.starts[1:], 0)], axis=1)
         bounds[-1] = 0  # where chains have -1
-        pairs = bounds.astype(np.int32).view(np.int64).ravel()  # pairs of int32 as one number
+        pairs = bounds.astype(np.int32).view(np.int64).ravel()  # two int32 as one number
         chains = self._chains[first]
         # Ancestors to the front, and behind them the -1 that stand before them.
         missing = (chains[:, 1:] < 0).sum(axis=1)[:, None]

@@ -18,7 +18,7 @@ struct AttentionInput {
     const int32_t* kv_seqlens;      // null: as many keys as queries, or pages of a tree
     const int32_t* page_table;      // null: k and v are packed rows
     int64_t max_pages;              // entries of page_table a sequence
-    const int64_t* cu_pages;        // where its entries begin, in a tree; else null
+    const int64_t* cu_pages;        // a tree's: where each sequence's entries begin; else null
     const float* relative_bias;     // null: none
     const int32_t* bias_positions;  // null: index in the sequence
     int32_t relative_bias_span;
