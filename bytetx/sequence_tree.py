@@ -118,7 +118,8 @@ class SequenceTree:
     def positions(self) -> np.ndarray:
         """int32 [total_keys]: each token's index from the start of its first ancestor."""
         shift = np.repeat(self.prefix_lens - self.starts[:-1], self.seqlens)
-        return (np.arange(self.total_keys) + shift).astype(np.int32)
+        positions: np.ndarray = (np.arange(self.total_keys) + shift).astype(np.int32)
+        return positions
 
     def key_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """(rows, cu_keys) of the keys that each sequence with query rows sees, its own last.

@@ -75,8 +75,8 @@ def plan_attention(
     if tree is not None:
         if not causal or has_bias:
             raise ValueError("attention with a tree must be causal and without a relative_bias")
-        sizes = (batch_size, total_tokens, causal, window, batch_invariant)
-        return _plan_tree(tree, head_dim, softcap, cu_seqlens.device, *sizes)
+        made_for = (batch_size, total_tokens, causal, window, batch_invariant)
+        return _plan_tree(tree, head_dim, softcap, cu_seqlens.device, *made_for)
     if not has_planned_kernel(cu_seqlens.device):
         if why_no_triton(cu_seqlens.device) is not None:
             return None

@@ -144,7 +144,7 @@ def test_batch_invariant_plans_give_the_bits_of_unshared_sequences(
     seed: int, dtype: torch.dtype, head_dim: int, window: int
 ) -> None:
     """Where ancestors end with a tile, as those that a cache keeps do."""
-    sizes = {"size": (4, 30, 100, 60)[seed], "mean": (300, 100, 60, 200)[seed]}
+    sizes = {"size": (14, 30, 100, 60)[seed], "mean": (300, 100, 60, 200)[seed]}
     tree = random_tree(200 + seed, **sizes, keys_alone=seed % 2 * 2, step=64)
     case = case_of(tree, head_dim=head_dim, dtype=dtype)
     options = {"window": window, "batch_invariant": True}

@@ -493,7 +493,9 @@ def tree_attention(
     sizes = _tree_tiles(q.shape[2], q.element_size())
     parts = triton.cdiv(tile_rows, sizes[0])
     options = (softmax_scale, True, window, softcap, None, None)
-    return _launch(q, k, v, out, *tables, parts * len(tables[0]), parts, sizes, *options)
+    tiles, ancestors, row_bounds = tables
+    num_programs = parts * len(tiles)
+    return _launch(q, k, v, out, tiles, ancestors, row_bounds, num_programs, parts, sizes, *options)
 
 
 def tree_tile_rows(head_dim: int) -> int:
