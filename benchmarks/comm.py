@@ -19,8 +19,7 @@ from benchmarks.suite import Measurement, Suite
 from bytetx.ops.comm_gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
 from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.ops.linear import LinearWeight, prepare_linear
-from bytetx.ops.norm import layer_norm
-from bytetx.ops.row_norm import LayerNorm
+from bytetx.ops.norm import LayerNorm, layer_norm
 from bytetx.parallel.layout import shard_offsets
 
 # Of a suite: (model, layer) -> outputs and inputs of all ranks.

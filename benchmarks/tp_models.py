@@ -19,7 +19,7 @@ from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
-from bytetx.ops.row_norm import NORMS, RowNorm
+from bytetx.ops.norm import NORMS, RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.packed import PackedBatch, Past, pack_columns
 from bytetx.parallel.layout import shard_model

@@ -17,8 +17,6 @@ from benchmarks.linear import Operands, Shape, make_operands, work_of
 from bytetx.errors import BytetxError
 from bytetx.ops import native
 from bytetx.ops.linear import run_kernel
-from bytetx.ops.linear_norm import WIDTHS, make_workspace
-from bytetx.ops.linear_norm import run_kernel as run_norm_kernel
 from bytetx.ops.linear_plan import (
     CUBLAS,
     GATED,
@@ -29,7 +27,8 @@ from bytetx.ops.linear_plan import (
     ranked_plans,
     tilings,
 )
-from bytetx.ops.norm import layer_norm
+from bytetx.ops.norm import WIDTHS, fused_workspace, layer_norm
+from bytetx.ops.norm import run_fused_kernel as run_norm_kernel
 
 # (n, k, what follows, dtype): MiniLM, BERT base (GPT-2's, too) and BERT large; Qwen3-0.6B and Llama
 # 8B, whose gates and values are the columns of one product.
@@ -166,7 +165,7 @@ def _norms_faster(shape: Shape, alone: Found, fused: Found, *, left: bool) -> bo
     torch.manual_seed(0)
     operands = [make_operands(shape) for _ in range(num_rotated(int(work_of(shape).num_bytes)))]
     norm_weight, norm_bias = torch.randn(2, shape.n, device="cuda", dtype=DTYPES[shape.dtype])
-    workspace = make_workspace(shape.m, shape.n, torch.device("cuda"))
+    workspace = fused_workspace(shape.m, shape.n, torch.device("cuda"))
     call = _caller(alone.candidate, "bias") if left else _caller(fused.candidate, RESIDUAL)
 
     def one() -> None:

@@ -31,7 +31,7 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.comm_plan import CommPlan, Layer, Op, Transport, fused_plans
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
-from bytetx.ops.row_norm import LayerNorm
+from bytetx.ops.norm import LayerNorm
 from bytetx.parallel.layout import has_even_shards, shard_model, shard_offsets
 
 OPS: dict[str, Op] = {

@@ -4,7 +4,7 @@ from typing import Any
 
 from bytetx.checkpoint.names import checkpoint_name
 from bytetx.nn.loading import LoadedCheckpoint
-from bytetx.ops.rows import tile_rows
+from bytetx.ops.native import tile_rows
 
 
 def checkpoint_info(

@@ -18,7 +18,7 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.comm_plan import CommPlan, plan_comm
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
-from bytetx.ops.row_norm import NORMS
+from bytetx.ops.norm import NORMS
 from bytetx.parallel.layout import shard_offsets
 
 EPS = 1e-5

@@ -8,11 +8,10 @@ import torch
 from fake_model import FakeModel
 
 from bytetx.errors import StepError
-from bytetx.generate.detokenizer import WindowDetokenizer
 from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.output_processor import WindowDetokenizer
 from bytetx.generate.outputs import RequestOutput
-from bytetx.generate.sampler import Sampler
-from bytetx.generate.sampler_output import SamplerOutput
+from bytetx.generate.sampler import Sampler, SamplerOutput
 from bytetx.generate.scheduler import Scheduler, SchedulerOutput
 
 VOCAB_SIZE = 97

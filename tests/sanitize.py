@@ -13,8 +13,7 @@ import torch
 from paged_steps import make_step
 from torch import Tensor
 
-from bytetx.ops import fp8_linear, linear, linear_norm
-from bytetx.ops.argmax import argmax
+from bytetx.ops import fp8_linear, linear, norm
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.embedding import embed
 from bytetx.ops.gated import gated_linear, prepare_gated
@@ -25,7 +24,7 @@ from bytetx.ops.pooling import pool
 from bytetx.ops.quantize import empty_fp8_rows, quantize_rows
 from bytetx.ops.rotary_kv import rotary_write_kv
 from bytetx.ops.sample_tokens import sample_tokens
-from bytetx.ops.sampling import Filters
+from bytetx.ops.sampling import Filters, argmax
 
 if TYPE_CHECKING:
     from comm_layers import Group
@@ -67,13 +66,13 @@ def run_linear() -> None:
                 plan = LinearPlan(tiling.index, split_k)
                 linear.run_kernel(x, w, plan=plan, activation="gelu")
                 linear.run_kernel(x, w, plan=plan, residual=residual)
-    for n in linear_norm.WIDTHS:
+    for n in norm.WIDTHS:
         w = linear.prepare_linear(some(n, 136), some(n), prepack=False)
         for m in (5, 700):
             options = {"norm": (some(n), some(n)), "eps": 1e-5}
-            space = linear_norm.make_workspace(m, n, torch.device("cuda"))
+            space = norm.fused_workspace(m, n, torch.device("cuda"))
             rest = some(m, n)
-            linear_norm.run_kernel(some(m, 136), w, residual=rest, workspace=space, **options)
+            norm.run_fused_kernel(some(m, 136), w, residual=rest, workspace=space, **options)
     for m in (3, 700):
         gates = prepare_gated(some(192, 128), some(192, 128), prepack=False)
         gated_linear(some(m, 128), gates, activation="silu")
@@ -173,7 +172,7 @@ def copy_and_sum(group: "Group", rows: Tensor) -> None:
     """Run the transport by copy engines beside cuBLAS, in a group of one rank."""
     from bytetx.ops.comm_epilogue import SumEpilogue
     from bytetx.ops.comm_kernels import sum_copies
-    from bytetx.ops.row_norm import LayerNorm
+    from bytetx.ops.norm import LayerNorm
 
     workspace, (count, width) = group.peers[0].workspace, rows.shape
     copies, vector = workspace.copies, some(width, dtype=rows.dtype)

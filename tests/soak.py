@@ -21,7 +21,7 @@ from other_processes import resident_mib
 
 import bytetx
 from bytetx.model import Model
-from bytetx.ops.rows import tile_rows
+from bytetx.ops.native import tile_rows
 from bytetx.sampling_params import SamplingParams
 
 MAX_POSITIONS = 512

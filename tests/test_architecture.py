@@ -24,7 +24,7 @@ WITHOUT_TORCH = [
     "bytetx.executor.control",
     "bytetx.executor.heartbeat",
     "bytetx.generate.async_engine",
-    "bytetx.generate.detokenizer",
+    "bytetx.generate.output_processor",
     "bytetx.generate.engine",
     "bytetx.generate.input_batch_builder",
     "bytetx.generate.kv_cache",

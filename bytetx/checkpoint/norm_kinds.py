@@ -13,7 +13,7 @@ class NormKind:
     num_sums: int
 
 
-# The default first. bytetx.ops.row_norm computes each of them.
+# The default first. bytetx.ops.norm computes each of them.
 NORM_KINDS = {
     "layer_norm": NormKind(has_shift=True, has_offset=False, num_sums=2),
     "rms_norm": NormKind(has_shift=False, has_offset=True, num_sums=1),

@@ -32,7 +32,7 @@ from bytetx.checkpoint.tokenizer_options import (
 )
 from bytetx.checkpoint.word_pieces import WordPieces
 from bytetx.errors import CheckpointError
-from bytetx.ops.int_lists import flatten_int_lists
+from bytetx.ops.native import flatten_int_lists
 
 logger = logging.getLogger("bytetx")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from bytetx.nn.weight_gather import ShardCopies
 from bytetx.ops.comm_gemm import all_gather_gemm, gemm_reduce_scatter
 from bytetx.ops.linear import linear, prepare_linear
-from bytetx.ops.row_norm import LayerNorm
+from bytetx.ops.norm import LayerNorm
 from bytetx.parallel.layout import shard_offsets
 from bytetx.parallel.planner.machine import Kind, wire_bytes
 from bytetx.parallel.tp import GroupCollectives, TpGroup

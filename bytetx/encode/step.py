@@ -1,6 +1,6 @@
 """Step, Task and SharedPass: the input of a forward pass, and what one or more tasks compute.
 
-Texts whose logits or vectors are not finite are errors of their own.  A task gives `ops.largest` of
+Texts whose logits or vectors are not finite are errors of their own.  A task gives `largest` of
 its logits or vectors as one more output of its step, from before anything that could hide them (a
 quantiser, a threshold, a top-k, an activation), so that it is computed on the device and leaves it
 with the results.
@@ -91,7 +91,7 @@ class Task(Computation, Protocol[R_co]):
     def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
         """bool [num_requests]: whether the logits or vectors of each request are finite.
 
-        From compute's tensors on the host, as what `ops.largest` says of them.  The results of
+        From compute's tensors on the host, as what `largest` says of them.  The results of
         other requests are not given to anybody.
         """
         ...

@@ -1,7 +1,7 @@
 """Builds a generation engine for a checkpoint: its sizes, its cache and its parts."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from typing import TypeVar
@@ -11,17 +11,21 @@ import torch
 from bytetx.arguments import check_draft_size, check_num_seqs, check_positive
 from bytetx.checkpoint.byte_level import special_tokens, token_bytes, token_pieces
 from bytetx.errors import DeviceMemoryError
-from bytetx.generate.detokenizer import ByteDetokenizer, WindowDetokenizer
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.model_runner import ModelRunner
-from bytetx.generate.output_processor import DetokenizerFactory, SpecialTokens
+from bytetx.generate.output_processor import (
+    ByteDetokenizer,
+    DetokenizerFactory,
+    SpecialTokens,
+    WindowDetokenizer,
+)
 from bytetx.generate.scheduler import Scheduler
 from bytetx.nn.batch_invariance import check_invariant_generation
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache, allocate_cache, page_bytes
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.ops.linear import LinearWeight, primitives_bytes
-from bytetx.ops.rows import tile_rows
+from bytetx.ops.native import tile_rows
 from bytetx.runtime.faults import is_out_of_memory
 from bytetx.runtime.paged_layout import MAX_MIXED_TOKENS
 
@@ -215,9 +219,7 @@ def detokenizer_factory(
         known += [b""] * (checkpoint.spec.vocab_size - len(known))
         return partial(ByteDetokenizer, known)
 
-    def decode(token_ids: Sequence[int]) -> str:
-        return tokenizer.decode_plain(token_ids, skip_special_tokens=skip_special_tokens)
-
+    decode = partial(tokenizer.decode_plain, skip_special_tokens=skip_special_tokens)
     pieces = token_pieces(backend, skip_special_tokens=skip_special_tokens)
     if pieces is not None:
         pieces += [""] * (checkpoint.spec.vocab_size - len(pieces))

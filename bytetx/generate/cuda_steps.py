@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.generate.last_tokens import LastTokens
-from bytetx.generate.sampler import SamplingMetadata
+from bytetx.generate.sampler import LastTokens, SamplingMetadata
 from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache

@@ -9,9 +9,7 @@ import torch
 from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.generate.cuda_steps import CudaSteps
 from bytetx.generate.input_batch_builder import InputBatchBuilder
-from bytetx.generate.last_tokens import LastTokens
-from bytetx.generate.sampler import Sampler, SamplingMetadata
-from bytetx.generate.sampler_output import SamplerOutput
+from bytetx.generate.sampler import LastTokens, Sampler, SamplerOutput, SamplingMetadata
 from bytetx.generate.scheduler import ScheduledRow, SchedulerOutput
 from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead, LogitRows
@@ -58,6 +56,7 @@ class ModelRunner:
         """
         self.vocab_size, self.device = transformer.spec.vocab_size, torch.device(device)
         self.cache = cache
+        self._max_plain_prompt = transformer.spec.max_plain_prompt
         self._transformer, self._head, self._executor = transformer, head, executor
         self._input_batches = InputBatchBuilder(
             page_size=cache.page_size, max_num_seqs=max_num_seqs
@@ -112,7 +111,8 @@ class ModelRunner:
                 input_batch = self._input_batches.build(plan)
                 metadata = self._sampler.prepare(plan, input_batch)
                 output = self._run_or_retry(input_batch, metadata).to_host()
-                output.check = self._executor.check
+                if self._executor.has_workers:
+                    output.check = self._executor.check
                 return output
         except Exception as error:
             if not is_of_device(error, self.device):
@@ -204,7 +204,7 @@ class ModelRunner:
         self, rows: Sequence[ScheduledRow], max_kv_seqlen: int
     ) -> torch.Tensor | None:
         """The lengths of the prompts, where the rotary embedding depends on them."""
-        limit = self._transformer.spec.max_plain_prompt
+        limit = self._max_plain_prompt
         if limit is None:
             return None
         lengths = [row.sequence.num_prompt_tokens for row in rows]

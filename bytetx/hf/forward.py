@@ -15,10 +15,10 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import InputError
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
-from bytetx.hf.bad_ids import BadIds
 from bytetx.hf.graph_pass import MOST_UNMEASURED, GraphPasses, PaddedRows, Wants, takes_graphs
 from bytetx.hf.notice import Notices
 from bytetx.hf.padding import (
+    BadIds,
     Layout,
     MaskFacts,
     as_int32,

@@ -12,11 +12,10 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import BytetxError
 from bytetx.generate.build import PAGE_SIZE
 from bytetx.hf import arguments
-from bytetx.hf.bad_ids import require_ids
 from bytetx.hf.causal import CausalForward, base_forward, holes_reason, is_plain_head
 from bytetx.hf.engine_cache import EngineCache, EngineNeeds
 from bytetx.hf.notice import Notices, silent
-from bytetx.hf.padding import Layout, padded_layout
+from bytetx.hf.padding import Layout, padded_layout, require_ids
 from bytetx.hf.stand_in import StandIn, their_loop
 from bytetx.nn.checkpoint_heads import Heads
 from bytetx.nn.heads import LmHead

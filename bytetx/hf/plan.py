@@ -18,12 +18,11 @@ from bytetx.checkpoint.spec import ModelSpec, build_module_spec
 from bytetx.errors import CheckpointError
 from bytetx.hf.pooler import POOLER
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
-from bytetx.hf.versions import version_of
 from bytetx.nn.layer_weights import copied_tensor_names
 from bytetx.nn.rotary import frequencies_of, rotary_tables
 from bytetx.nn.tensors import fuse_rows
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.check import addresses
+from bytetx.ops.check import addresses, version_of
 from bytetx.runtime.forking import computing
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from bytetx.hf.pooler import POOLER
-from bytetx.hf.versions import version_of
+from bytetx.ops.check import version_of
 
 # What the forward of a plain module reads of its attributes; all other classes may read any.
 _READ_ATTRIBUTES = {

@@ -13,7 +13,7 @@ from bytetx.nn.layer import LayerWeights
 from bytetx.nn.weight_gather import WeightGather
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import fuses_residual
-from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import ModelShard
 

@@ -7,7 +7,7 @@ import torch
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.norm import RowNorm
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.blocks import Rows
 from bytetx.nn.sharded_blocks import ShardedBlocks, ShardedRows
 from bytetx.ops.linear import taken
-from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import feature_offsets, local_range, shard_model
 from bytetx.parallel.tp import AxisGroups

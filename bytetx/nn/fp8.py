@@ -25,7 +25,7 @@ from bytetx.ops.fp8_linear import (
     prepare_fp8_linear,
 )
 from bytetx.ops.linear import LinearWeight, fuses_residual
-from bytetx.ops.row_norm import LayerNorm, RowNorm
+from bytetx.ops.norm import LayerNorm, RowNorm
 from bytetx.ops.weight import Weight
 
 FP8_MAX = 448.0

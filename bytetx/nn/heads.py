@@ -13,8 +13,8 @@ from bytetx.nn.blocks import Blocks
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.log_softmax import log_softmax
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.pooling import pool
-from bytetx.ops.row_norm import RowNorm
 from bytetx.packed import PackedBatch
 
 # Logits of one block of rows: 128 MiB are 110 rows of a vocabulary of 151 936, twice in f32.

@@ -7,7 +7,7 @@ import torch
 
 from bytetx.ops.experts import ExpertsWeight
 from bytetx.ops.linear import LinearWeight
-from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 
 

@@ -26,7 +26,7 @@ from bytetx.nn.weight_gather import LayerShard
 from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight, prepack_linear
-from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import features
 

@@ -17,11 +17,10 @@ from bytetx.ops.attention_plan import TREE_KEY_STEP, AttentionPlan, plan_attenti
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.disentangled import DISENTANGLED_ATTENTION, has_disentangled_kernel, require_span
 from bytetx.ops.experts import ExpertsWeight, run_experts
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged import PAGED_ATTENTION, WRITE_KV, PagedCalls
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
-from bytetx.ops.rotary import ROTARY
-from bytetx.ops.rotary_kv import ROTARY_WRITE_KV, norm_heads
-from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.rotary_kv import ROTARY, ROTARY_WRITE_KV, norm_heads
 from bytetx.ops.weight import Weight
 from bytetx.packed import PackedBatch
 

@@ -17,7 +17,7 @@ from bytetx.ops.comm_gemm import (
     gemm_reduce_scatter,
 )
 from bytetx.ops.embedding import embed
-from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import ModelShard, feature_offsets, has_even_shards
 from bytetx.parallel.tp import TpGroup

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from bytetx.nn.heads import MaskedLMHead
-from bytetx.ops.largest import largest
 from bytetx.ops.linear import prepare_linear
-from bytetx.ops.pooling import pool
+from bytetx.ops.pooling import largest, pool
 
 # Logits held at once. A GPU's GEMM needs thousands of rows. On two cores, 4k tokens of BERT-base
 # take 1.5 s with 64 MiB, 2.2 s with 4 MiB and 1.8 s with 512 MiB.
@@ -39,7 +38,7 @@ class SparseRows:
     """Sparse vectors one after the other, on the device.
 
     indices: int32 [nnz], rising in each vector.  values: f32 [nnz].  counts: int64 [num_rows].
-    largest: f32 [num_rows], ops.largest of what the activation and the choice of weights see.
+    largest: f32 [num_rows], largest of what the activation and the choice of weights see.
     """
 
     indices: torch.Tensor

@@ -12,7 +12,7 @@ from bytetx.checkpoint.weights import Part, Weights, take_part
 from bytetx.errors import CheckpointError
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
-from bytetx.ops.row_norm import NORMS, RowNorm
+from bytetx.ops.norm import NORMS, RowNorm
 
 # Missing tensors that are looked for before the search ends.
 _MAX_MISSING = 1000

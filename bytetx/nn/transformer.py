@@ -21,8 +21,8 @@ from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged_plan import launches_by_sizes
-from bytetx.ops.row_norm import RowNorm
 from bytetx.packed import PackedBatch
 from bytetx.parallel.layout import ModelShard
 

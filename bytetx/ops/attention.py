@@ -25,8 +25,8 @@ from bytetx.ops.check import (
     require_softcap,
     require_tensor,
 )
+from bytetx.ops.native import empty_rows
 from bytetx.ops.registry import Operation
-from bytetx.ops.rows import empty_rows
 
 
 class AttentionCalls(NamedTuple):

@@ -14,8 +14,8 @@ from bytetx.ops.registry import OPERATIONS, Backend, Operation
 # Modules whose operations the report shows, in its order.
 _MODULES = (
     *("embedding", "norm", "linear", "int8_linear", "bf16_linear", "gated", "attention"),
-    *("disentangled", "paged", "rotary", "rotary_kv", "pooling", "maxsim", "padding"),
-    *("argmax", "sample_tokens", "quantize", "fp8_linear", "comm_kernels"),
+    *("disentangled", "paged", "rotary_kv", "pooling", "maxsim", "padding"),
+    *("sampling", "sample_tokens", "quantize", "fp8_linear", "comm_kernels"),
 )
 
 

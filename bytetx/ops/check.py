@@ -118,3 +118,11 @@ def require_softcap(softcap: float) -> None:
     """Refuse a softcap of attention scores that is neither 0 (none) nor positive and finite."""
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap must be 0 (none) or a positive finite number, got {softcap}")
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The count of its writes; -1 where nothing counts, as of what inference mode made."""
+    try:
+        return tensor._version
+    except RuntimeError:  # asking is_inference() is not enough: an unpickled parameter denies it
+        return -1

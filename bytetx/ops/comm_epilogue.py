@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.norm import RowNorm
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.comm_epilogue import SumEpilogue
 from bytetx.ops.comm_plan import CommPlan, Layer, Op, plan_comm
 from bytetx.ops.comm_workspace import Workspace
-from bytetx.ops.row_norm import RowNorm
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 
 __all__ = [

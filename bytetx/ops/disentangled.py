@@ -14,8 +14,8 @@ from bytetx.ops.check import (
     require_heads,
     require_tensor,
 )
+from bytetx.ops.native import empty_rows
 from bytetx.ops.registry import Operation
-from bytetx.ops.rows import empty_rows
 
 _MAX_HEAD_DIM = 128
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.check import is_operand, require_contiguous, require_tensor
+from bytetx.ops.native import empty_rows, has_row_kernel
 from bytetx.ops.registry import Operation
-from bytetx.ops.rows import empty_rows, has_row_kernel
 
 Ids = tuple[Tensor, Tensor | None, Tensor | None]  # input, position and token type ids
 Tables = tuple[Tensor, Tensor | None, Tensor | None]

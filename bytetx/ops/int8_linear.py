@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 from bytetx.ops import native
 from bytetx.ops.check import require_tensor
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight, taken
+from bytetx.ops.native import empty_rows
 from bytetx.ops.registry import Operation
-from bytetx.ops.rows import empty_rows
 from bytetx.ops.weight import QuantizedWeight
 
 # Of csrc/cpu/int8_linear.h: outputs of a panel, features that one instruction multiplies.

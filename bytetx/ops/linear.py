@@ -19,8 +19,8 @@ from bytetx.ops.linear_plan import (
     plan_invariant,
     plan_linear,
 )
+from bytetx.ops.native import num_tile_rows, padded, tile_rows
 from bytetx.ops.registry import Backend, Operation
-from bytetx.ops.rows import num_tile_rows, padded, tile_rows
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 W = TypeVar("W")

@@ -3,14 +3,16 @@
 import inspect
 import logging
 import platform
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bytetx.ops.native_modules import load_native
 from bytetx.ops.native_params import Launch
@@ -198,9 +200,24 @@ def refuse_gpu(index: int | None) -> str | None:
     return f"the kernels are for sm_90 (Hopper), and {name} is sm_{capability[0]}{capability[1]}"
 
 
-def flatten_int_lists() -> Callable[[list[list[int]], int, int], bool] | None:
-    """The native core's (lists, address of int32 [total], total) -> whether all were int32."""
-    return getattr(_modules["cpu"], "flatten_int_lists", None)
+def flatten_int_lists(lists: Sequence[list[int]], *, total: int) -> np.ndarray | None:
+    """int32 [total], the numbers behind one another; None where one is no int or beyond int32.
+
+    total: the sum of the lists' lengths.  There is no loop in Python over what is in them.
+    """
+    flatten = getattr(_modules["cpu"], "flatten_int_lists", None)
+    if flatten is not None:
+        flat = np.empty(total, dtype=np.int32)
+        return flat if flatten(list(lists), flat.ctypes.data, total) else None
+    if any(type(number) is not int for numbers in lists for number in numbers[:1]):
+        return None  # an array would take True for 1
+    numbers = array("i")
+    try:
+        for each in lists:
+            numbers.fromlist(each)
+    except (TypeError, OverflowError):
+        return None
+    return np.array(numbers, dtype=np.int32, copy=None)
 
 
 def write_step_block() -> Callable[..., None] | None:
@@ -264,3 +281,66 @@ def register(
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, fn, "CompositeExplicitAutograd")
     torch.library.register_fake(f"bytetx::{name}", fake, lib=_library)
+
+
+# (most rows, from one row count to the next): as fine as decode steps of few sequences want it, for
+# which GEMMs wait for weights, and for rows by the dozen. oneDNN takes a matrix-vector kernel for
+# one row, which sums in another order, so that there are two at least.
+_FEW_ROWS = ((8, 2), (32, 4), (128, 8))
+# Above that spare rows are at most an eighth, and from _LARGE_ROWS on a sixteenth, of the power of
+# two below m: half of that on average.
+_LARGE_ROWS = 1024
+_MAX_CPU_WIDTH = 16384  # kMaxRowWidth in csrc/cpu/rows.h
+
+
+@lru_cache(maxsize=4096)
+def tile_rows(m: int) -> int:
+    """m rounded up to the row counts that CPU GEMMs run at: 46 of them up to 1024 rows, 94 to 8192.
+
+    oneDNN builds one primitive a row count and layer shape, which takes about 0.6 ms and 0.55 MiB
+    of heap, and keeps the last 1024 of them. With one for every total of ragged batches a model of
+    a few MiB grew by 500.
+    """
+    step = _step(m)
+    return -(-m // step) * step
+
+
+def _step(m: int) -> int:
+    for most, step in _FEW_ROWS:
+        if m <= most:
+            return step
+    octave = 1 << ((m - 1).bit_length() - 1)  # octave < m <= 2 * octave
+    return octave // (16 if m > _LARGE_ROWS else 8)
+
+
+def num_tile_rows(most_rows: int) -> int:
+    """How many different row counts tile_rows has for 1 to most_rows rows."""
+    count, m = 0, 0
+    while m < most_rows:
+        m = tile_rows(m + 1)
+        count += 1
+    return count
+
+
+def empty_rows(m: int, tail: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Uninitialised [m, *tail] on the CPU; behind it are zeros up to tile_rows(m) rows."""
+    rows = torch.empty((tile_rows(m), *tail), dtype=dtype)
+    if rows.shape[0] == m:
+        return rows
+    rows[m:].zero_()
+    return rows[:m]
+
+
+def padded(x: Tensor, rows: int) -> Tensor:
+    """A copy of x [m, k] with zeros behind it: [rows, k]."""
+    copy = x.new_empty((rows, x.shape[1]))
+    copy[: x.shape[0]] = x
+    copy[x.shape[0] :].zero_()
+    return copy
+
+
+def has_row_kernel(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the native row kernels of a device take rows of this dtype and width."""
+    if device.type == "cuda":
+        return width > 0
+    return dtype in (torch.float32, torch.bfloat16) and 0 < width <= _MAX_CPU_WIDTH

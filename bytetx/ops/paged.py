@@ -16,6 +16,7 @@ from bytetx.ops.check import (
     require_softcap,
     require_tensor,
 )
+from bytetx.ops.native import empty_rows
 from bytetx.ops.paged_plan import (
     EarlyRead,
     PagedPlan,
@@ -24,7 +25,6 @@ from bytetx.ops.paged_plan import (
     run_planned,
 )
 from bytetx.ops.registry import Operation
-from bytetx.ops.rows import empty_rows
 
 _INT32 = (torch.int32,)
 _MAX_GROUP = 256  # query heads on one key head: kGroupQueries in csrc/cpu/attention.h

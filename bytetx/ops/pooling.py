@@ -7,8 +7,8 @@ from torch import Tensor
 
 from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.check import is_operand, require_contiguous, require_tensor
+from bytetx.ops.native import has_row_kernel
 from bytetx.ops.registry import Operation
-from bytetx.ops.rows import has_row_kernel
 
 # Shape classes: dtype and width of the rows.
 # run(x, cu_seqlens, *, mode, first_tokens, normalize, max_seqlen) as of pool.
@@ -143,3 +143,15 @@ def _fake_pool(x: Tensor, cu_seqlens: Tensor, **_: object) -> Tensor:
 
 
 native.register(pool, fake=_fake_pool)
+
+
+def largest(x: Tensor) -> Tensor:
+    """f32 [n]: the largest magnitude of each row of x [n, size]; NaN or inf where a row has one.
+
+    x: of floating numbers, size at least 1.
+    """
+    if x.is_cuda:  # one kernel
+        norms: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, dtype=torch.float32)
+        return norms
+    # 3 ms for 16 384 rows of 384 numbers on one core, where vector_norm takes 48.
+    return torch.maximum(x.amax(dim=-1), x.amin(dim=-1).neg()).float()

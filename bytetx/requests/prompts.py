@@ -54,7 +54,9 @@ class PromptReader:
     ):
         """template_kwargs: of ChatTemplate.render, for chats without any; OptionError if wrong."""
         self._tokenizer, self._template = tokenizer, chat_template
-        self._template_kwargs = checked_options(template_kwargs)
+        self._template_kwargs = (
+            None if template_kwargs is None else checked_options(template_kwargs)
+        )
         self._reader = InputReader(spec, tokenizer, keeps_errors=True)
         self._num_read = 0
 
@@ -82,6 +84,8 @@ class PromptReader:
 
     def _plain(self, prompt: object) -> object:
         """A chat as token ids; anything else as it is."""
+        if isinstance(prompt, str):
+            return prompt
         if isinstance(prompt, ChatPrompt):
             return self._chat_ids(prompt)
         if is_message(prompt):

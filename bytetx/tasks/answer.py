@@ -12,7 +12,7 @@ from bytetx.encode.request import Alignment
 from bytetx.encode.step import Capture, Step, are_finite
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.largest import largest
+from bytetx.ops.pooling import largest
 from bytetx.requests.questions import QuestionReader
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.classify import softmax

@@ -12,7 +12,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.encode.step import Capture, Step, Task, are_finite
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.largest import largest
+from bytetx.ops.pooling import largest
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Label, Results

@@ -17,7 +17,7 @@ from bytetx.encode.step import Step, are_finite
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.heads import DecisionHead, LmHead
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.largest import largest
+from bytetx.ops.pooling import largest
 from bytetx.requests.decisions import DecisionReader, PromptQuestions, Question
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext

@@ -17,8 +17,7 @@ from bytetx.encode.step import Capture, Step, Task, are_finite
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.largest import largest
-from bytetx.ops.pooling import POOLING_MODES, pool
+from bytetx.ops.pooling import POOLING_MODES, largest, pool
 from bytetx.tasks.call import TaskCall
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.precision import (

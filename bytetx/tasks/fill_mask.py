@@ -14,8 +14,8 @@ from bytetx.encode.step import Step, are_finite
 from bytetx.errors import InputError, shown
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.largest import largest
 from bytetx.ops.log_softmax import log_softmax
+from bytetx.ops.pooling import largest
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Fill, Results

@@ -10,7 +10,7 @@ import torch
 from bytetx.arguments import chosen_layers
 from bytetx.encode.step import Step, are_finite
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.largest import largest
+from bytetx.ops.pooling import largest
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Results

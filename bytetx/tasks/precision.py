@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from bytetx.errors import OptionError, shown
-from bytetx.ops.largest import largest
+from bytetx.ops.pooling import largest
 
 Precision = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
 

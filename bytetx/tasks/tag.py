@@ -15,7 +15,7 @@ from bytetx.encode.step import Capture, Step, are_finite
 from bytetx.errors import OptionError, shown
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.largest import largest
+from bytetx.ops.pooling import largest
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.classify import softmax
 from bytetx.tasks.context import TaskContext

@@ -19,8 +19,7 @@ from tiny import one_thread  # noqa: F401  (autouse)
 import bytetx
 from bytetx.generate.cuda_steps import CudaSteps
 from bytetx.generate.model_runner import ModelRunner
-from bytetx.generate.sampler import SamplingMetadata
-from bytetx.generate.sampler_output import SamplerOutput
+from bytetx.generate.sampler import SamplerOutput, SamplingMetadata
 from bytetx.model import Model
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.one_sequence import OneSequence

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 import bytetx.checkpoint.tokenizer
 from bytetx.checkpoint.byte_level import token_bytes, token_pieces
 from bytetx.generate.build import detokenizer_factory
-from bytetx.generate.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from bytetx.generate.output_processor import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 
 def byte_level(chunks: list[bytes]) -> Tokenizer:

@@ -20,8 +20,7 @@ from bytetx.nn.transformer import Transformer
 from bytetx.ops import native
 from bytetx.ops.fp8_linear import Fp8LinearWeight
 from bytetx.ops.linear import prepare_linear
-from bytetx.ops.norm import layer_norm
-from bytetx.ops.row_norm import LayerNorm
+from bytetx.ops.norm import LayerNorm, layer_norm
 from bytetx.packed import split
 
 # Both operands of a product are up to 2^-4 off, at random: in the mean 0.026 each.

@@ -13,7 +13,7 @@ from tiny_decoders import DECODERS, tiny_decoder
 from torch.profiler import ProfilerActivity, profile
 
 from bytetx.ops.backend_report import backend_report
-from bytetx.ops.rows import tile_rows
+from bytetx.ops.native import tile_rows
 
 DTYPES = [torch.float32, torch.bfloat16]
 CASES = [(family, dtype) for family in ("bert", "mpnet", "electra") for dtype in DTYPES]

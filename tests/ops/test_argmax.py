@@ -4,7 +4,7 @@ import pytest
 import torch
 from captured import captured
 
-from bytetx.ops.argmax import argmax
+from bytetx.ops.sampling import argmax
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

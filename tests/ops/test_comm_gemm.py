@@ -23,7 +23,7 @@ from bytetx.ops.comm_plan import CommPlan
 from bytetx.ops.comm_workspace import Workspace
 from bytetx.ops.gated import gated_linear, prepare_gated
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
-from bytetx.ops.row_norm import NORMS, LayerNorm, RmsNorm, RowNorm
+from bytetx.ops.norm import NORMS, LayerNorm, RmsNorm, RowNorm
 from bytetx.parallel.layout import local_range, shard_offsets
 from bytetx.parallel.tp import TpGroup
 

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from captured import captured
 
-from bytetx.ops import linear_norm as op
 from bytetx.ops import native
+from bytetx.ops import norm as op
 from bytetx.ops.linear import LinearWeight, prepare_linear
-from bytetx.ops.linear_norm import WIDTHS, linear_norm, make_workspace, run_kernel
+from bytetx.ops.norm import WIDTHS, fused_workspace, linear_norm, run_fused_kernel
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -43,7 +43,7 @@ def plain(layer: Layer, to: torch.dtype) -> torch.Tensor:
 
 def run(layer: Layer, workspace: torch.Tensor) -> torch.Tensor:
     x, w, residual, norm = layer
-    return run_kernel(x, w, residual=residual, norm=norm, eps=EPS, workspace=workspace)
+    return run_fused_kernel(x, w, residual=residual, norm=norm, eps=EPS, workspace=workspace)
 
 
 def assert_right(ours: torch.Tensor, layer: Layer) -> None:
@@ -63,7 +63,7 @@ def poison_free_memory() -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("k", [8, 200, 1024])
 def test_every_width(n: int, dtype: torch.dtype, k: int) -> None:
-    workspace = make_workspace(max(ROWS), n, CUDA)
+    workspace = fused_workspace(max(ROWS), n, CUDA)
     for m in ROWS:
         layer = random_layer(m, n, k, dtype)
         poison_free_memory()
@@ -75,13 +75,13 @@ def test_every_width(n: int, dtype: torch.dtype, k: int) -> None:
 def test_a_large_mean_costs_no_digits(n: int) -> None:
     x, w, residual, norm = random_layer(500, n, n, torch.float16)
     layer = (x, w, residual + 100, norm)
-    assert_right(run(layer, make_workspace(500, n, CUDA)), layer)
+    assert_right(run(layer, fused_workspace(500, n, CUDA)), layer)
 
 
 @pytest.mark.parametrize("n", WIDTHS)
 def test_the_same_call_gives_the_same_bits_whatever_the_other_rows(n: int) -> None:
     x, w, residual, norm = random_layer(9000, n, 4 * n, torch.bfloat16)
-    workspace = make_workspace(9000, n, CUDA)
+    workspace = fused_workspace(9000, n, CUDA)
     first = run((x, w, residual, norm), workspace)
     for rows in (9000, 8321, 8321, 130, 1):
         ours = run((x[:rows], w, residual[:rows], norm), workspace)
@@ -91,7 +91,7 @@ def test_the_same_call_gives_the_same_bits_whatever_the_other_rows(n: int) -> No
 @pytest.mark.parametrize("n", WIDTHS)
 def test_a_captured_graph_gives_the_same_bits(n: int) -> None:
     layer = random_layer(5000, n, n, torch.float16)
-    workspace = make_workspace(5000, n, CUDA)
+    workspace = fused_workspace(5000, n, CUDA)
     eager = run(layer, workspace)
     graph, outs = captured(lambda: [run(layer, workspace) for _ in range(3)])
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_a_captured_graph_gives_the_same_bits(n: int) -> None:
 @pytest.mark.parametrize("n", WIDTHS)
 def test_what_is_not_finite_stays_in_its_row(value: float, n: int) -> None:
     x, w, residual, norm = random_layer(700, n, n, torch.float16)
-    workspace = make_workspace(700, n, CUDA)
+    workspace = fused_workspace(700, n, CUDA)
     clean = run((x, w, residual, norm), workspace)
     x[7, 5] = value
     dirty = run((x, w, residual, norm), workspace)

@@ -6,8 +6,7 @@ from exact_rotary import turn
 from torch import Tensor
 
 from bytetx.ops.paged import write_kv
-from bytetx.ops.rotary import rotary
-from bytetx.ops.rotary_kv import rotary_write_kv
+from bytetx.ops.rotary_kv import rotary, rotary_write_kv
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from bytetx.ops.linear import prepare_linear
-from bytetx.ops.linear_norm import linear_norm
+from bytetx.ops.norm import linear_norm
 
 
 @pytest.mark.parametrize("has_biases", [False, True])

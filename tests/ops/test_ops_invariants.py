@@ -16,9 +16,9 @@ from bytetx.ops import native, reference
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import ACTIVATIONS, linear, prepare_linear
+from bytetx.ops.native import num_tile_rows, tile_rows
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES, pool
-from bytetx.ops.rows import num_tile_rows, tile_rows
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 BEFORE_TORCH_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bytetx.nn.kv_cache import allocate_cache, page_bytes
 from bytetx.ops.paged import paged_attention, write_kv
-from bytetx.ops.rotary import rotary
+from bytetx.ops.rotary_kv import rotary
 from bytetx.packed import pack
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

@@ -13,8 +13,8 @@ import bytetx
 from bytetx.checkpoint import family as family_files
 from bytetx.checkpoint.norm_kinds import NORM_KINDS, NormKind
 from bytetx.ops.linear import prepare_linear
+from bytetx.ops.norm import NORMS, RowNorm
 from bytetx.ops.registry import OPERATIONS, Operation
-from bytetx.ops.row_norm import NORMS, RowNorm
 
 BERT = Path(family_files.models_folder(), "bert.toml").read_text()
 

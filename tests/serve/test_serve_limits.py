@@ -14,7 +14,7 @@ from serving import InProcess
 
 from bytetx.async_model import AsyncModel
 from bytetx.errors import DeviceMemoryError, GroupError, QueueFullError
-from bytetx.generate.sampler_output import SamplerOutput
+from bytetx.generate.sampler import SamplerOutput
 from bytetx.generate.scheduler import Scheduler
 from bytetx.serve import engine, gateway
 from bytetx.serve.calls import Call

@@ -14,8 +14,7 @@ from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.model import Model
-from bytetx.ops.largest import largest
-from bytetx.ops.pooling import POOLING_MODES
+from bytetx.ops.pooling import POOLING_MODES, largest
 
 LABELS = {"id2label": {0: "no", 1: "yes", 2: "maybe"}}
 TAGS = {"id2label": {0: "O", 1: "B-A", 2: "I-A"}}

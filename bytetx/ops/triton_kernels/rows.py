@@ -52,7 +52,7 @@ def _rotary_kernel(
 def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, *, is_interleaved: bool
 ) -> None:
-    """ops.rotary.rotary on checked arguments; a position outside the tables is the nearest."""
+    """ops.rotary_kv.rotary on checked arguments; a position outside the tables is the nearest."""
     total_tokens, num_heads, head_dim = x.shape
     half = cos.shape[1]
     if x.numel() == 0 or half == 0:

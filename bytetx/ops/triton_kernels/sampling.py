@@ -94,7 +94,7 @@ def _argmax_kernel(
 
 
 def argmax(logits: Tensor, *, slot_indices: Tensor | None, last_tokens: Tensor | None) -> Tensor:
-    """ops.argmax.argmax on checked arguments."""
+    """ops.sampling.argmax on checked arguments."""
     num_rows, width = logits.shape
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows == 0:
