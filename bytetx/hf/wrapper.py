@@ -80,6 +80,8 @@ def wrap(model: ModelT, *, pads: str = "zeros", families: str | Path | None = No
     the model is moved, changed or unwrapped.  Outputs are new tensors.  Threads and streams may
     share the model.  Batches of up to 1024 tokens, pads included, wait for no GPU.
 
+    transformers' pipeline("decision") packs the prompts of all requests of a list (docs/decide.md).
+
     The parameters are shared, not copied: query, key and value of a layer become views of one
     storage, and so do gate and value; GPT-2's weights are laid out by columns in place.  Gemma's
     norm weights are copied, with one added, and again once they change.  state_dict gives
@@ -118,7 +120,23 @@ def wrap(model: ModelT, *, pads: str = "zeros", families: str | Path | None = No
                 module.generate = (GenerateStandIn if is_lm else LoopStandIn)(module)
         elif _expands_queries(module) and "forward" not in module.__dict__:
             module.forward = ExpansionForward(module)
+    _pack_decisions()
     return model
+
+
+_STOCK_DECISIONS = "transformers.pipelines.decision.DecisionPipeline"
+
+
+def _pack_decisions() -> None:
+    """Has pipeline("decision") pack the prompts of wrapped models; others run as without bytetx.
+
+    The table holds names of classes, which transformers imports when they are used.
+    """
+    from transformers.pipelines import PIPELINE_REGISTRY
+
+    entry = PIPELINE_REGISTRY.supported_tasks.get("decision", {})
+    if entry.get("impl") == _STOCK_DECISIONS:
+        entry["impl"] = "bytetx.hf.decision_pipeline.PackedDecisionPipeline"
 
 
 def unwrap(model: ModelT) -> ModelT:
