@@ -35,10 +35,10 @@ class PackedDecisionPipeline(DecisionPipeline):
             answers.append(self.postprocess({"prompts": one["prompts"], "scores": own}))
         return answers
 
-    def _forward(self, input_tensors: Any, **forward_parameters: Any) -> Any:
+    def _forward(self, model_inputs: Any) -> Any:  # type: ignore[override]  # as the stock one
         if not self._is_wrapped:
-            return super()._forward(input_tensors, **forward_parameters)
-        prompts = input_tensors["prompts"]
+            return super()._forward(model_inputs)
+        prompts = model_inputs["prompts"]
         return {"prompts": prompts, "scores": self._scores(prompts)}
 
     @property
