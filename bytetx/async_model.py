@@ -19,12 +19,10 @@ from bytetx.requests.prompts import is_chat
 from bytetx.tasks.async_stats import AsyncStats, engine_stats
 from bytetx.tasks.catalog import AsyncModelTasks
 from bytetx.tasks.embed_group import EmbedGroup
-from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.generate import PromptCall
 from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread, PromptGroup
-from bytetx.tasks.reading_pool import ReadingPool
 from bytetx.tasks.results import Embeddings
-from bytetx.tasks.run import AsyncRun
+from bytetx.tasks.run import AsyncRun, ReadingPool, in_own_thread
 from bytetx.tasks.search import Packed, Vectors
 from bytetx.tasks.task import TASKS, PromptOptions, TaskSpec
 

@@ -10,9 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from bytetx.serve.calls import Call, ModelFacts, Outcome
-from bytetx.serve.client import WhileConnected
 from bytetx.serve.errors import ServeError
-from bytetx.serve.gateway import Exchange
+from bytetx.serve.gateway import Exchange, WhileConnected
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 # orjson holds Python's lock: so many numbers or fields take about a millisecond.

@@ -18,9 +18,8 @@ from bytetx.serve import (
     routes_tei,
     schemas,
 )
-from bytetx.serve.access_log import AccessLog
 from bytetx.serve.errors import style_of
-from bytetx.serve.gateway import DOCS_FILES, Gateway, Route
+from bytetx.serve.gateway import DOCS_FILES, AccessLog, Gateway, Route
 from bytetx.serve.site import Site
 
 _TEI_ERRORS = {

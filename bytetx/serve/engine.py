@@ -31,10 +31,10 @@ from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
 from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
 from bytetx.tasks.embed_group import is_small
-from bytetx.tasks.futures import forward
 from bytetx.tasks.generation_stream import PromptGroup
 from bytetx.tasks.rerank import YES_NO_FAMILIES, reranks_by_logits
 from bytetx.tasks.results import Embeddings, Results
+from bytetx.tasks.run import forward
 from bytetx.tasks.search import similarity as similarity_of
 from bytetx.tasks.task import TASKS as DECLARED
 from bytetx.tasks.task import TaskOptions, TaskSpec

@@ -2,6 +2,8 @@
 
 A request of a known path goes from here straight to its endpoint: FastAPI's own handling of bodies
 and dependencies would cost more than a short text's forward pass. FastAPI makes the OpenAPI page.
+WhileConnected watches the client's connection; AccessLog has a line for each request once its
+answer is sent.
 """
 
 import asyncio
@@ -9,26 +11,99 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TypeVar
+from urllib.parse import quote
 
+import orjson
 from fastapi import FastAPI
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bytetx.errors import shown
-from bytetx.serve.access_log import answered
 from bytetx.serve.calls import ModelFacts, Timings
-from bytetx.serve.client import ClientLeftError, WhileConnected
 from bytetx.serve.connections import ABORT, BODY_S
 from bytetx.serve.errors import ServeError, Style, as_serve_error, style_of
-from bytetx.serve.fields import Fields, refusal, unknown_fields
 from bytetx.serve.records import Finished
+from bytetx.serve.schemas import Fields, refusal, unknown_fields
 from bytetx.serve.site import Site
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection before its answer was complete."""
+
+
+class WhileConnected:
+    """Cancels what the current task waits for when the client leaves, as a ClientLeftError."""
+
+    def __init__(self, receive: Receive):
+        self._receive = receive
+        self._is_left = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._watcher.cancel()
+        if self._is_left and kind is asyncio.CancelledError:
+            self._task.uncancel()
+            raise ClientLeftError from None
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_left = True
+        self._task.cancel()
+
+
+class EventStream(Response):
+    """Server-sent events: a JSON document each, then [DONE]; an error is the last event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]):
+        """events: JSON documents."""
+        self._events = events
+        self.status_code = 200
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        try:
+            async with WhileConnected(receive):
+                await self._send_events(send)
+        finally:
+            await self._events.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        try:
+            async for event in self._events:
+                await _send(send, b"data: " + event + b"\n\n", more=True)
+        except Exception as error:
+            found = as_serve_error(error)
+            if found is None:
+                raise
+            body = orjson.dumps(found.body("openai"))
+            await _send(send, b"data: " + body + b"\n\n", more=False)
+            return
+        await _send(send, b"data: [DONE]\n\n", more=False)
+
+
+async def _send(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
 
 logger = logging.getLogger("bytetx.serve")
 
@@ -416,3 +491,66 @@ def _validation_error(error: ValidationError, kind: type[Fields]) -> ServeError:
 def _place(part: int | str) -> str:
     """A field's name or an index; a key of a table is the caller's."""
     return str(part)[:_MAX_KEY]
+
+
+access_logger = logging.getLogger("bytetx.access")
+access_logger.setLevel(logging.INFO)  # it is asked for by itself, and does not follow --log-level
+
+_SCOPE_KEY = "bytetx.access"
+_PLAIN = "/:@!$&'()*+,;="  # in a path; whatever could begin a line or end a word is quoted
+
+
+@dataclass(slots=True)
+class Answered:
+    """Facts of an answer.  status: 500 where there is none, for the server closes then."""
+
+    status: int = 500
+    request_id: str | None = None
+    model: str | None = None
+
+
+def answered(scope: Scope) -> Answered:
+    """Where the application says more of the answer than its bytes do."""
+    found: Answered = scope.setdefault(_SCOPE_KEY, Answered())
+    return found
+
+
+class AccessLog:
+    """An ASGI application that logs the requests of another one."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, answer = time.perf_counter(), answered(scope)
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                given = dict(message["headers"]).get(b"x-request-id")
+                answer.request_id = None if given is None else given.decode("latin-1")
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            _log(scope, answer, time.perf_counter() - start)
+
+
+def _log(scope: Scope, answer: Answered, seconds: float) -> None:
+    client = scope.get("client")  # None on a Unix socket
+    fields = {
+        "client": f"{client[0]}:{client[1]}" if client else None,
+        "method": scope["method"],
+        "path": quote(scope["path"], safe=_PLAIN),
+        "status": answer.status,
+        "duration_ms": round(1000 * seconds, 3),
+        "request_id": answer.request_id,
+        "model": answer.model,
+    }
+    words = {name: "-" if value is None else value for name, value in fields.items()}
+    line = "%(client)s %(method)s %(path)s %(status)d %(duration_ms).3fms %(request_id)s %(model)s"
+    access_logger.info(line, words, extra={"fields": fields})

@@ -15,9 +15,8 @@ from starlette.responses import Response
 from bytetx.errors import shown
 from bytetx.serve.answers import check_batch, count_characters, json_answer
 from bytetx.serve.calls import Call, ModelFacts, Piece, Timings
-from bytetx.serve.client import EventStream
 from bytetx.serve.errors import ServeError
-from bytetx.serve.gateway import Exchange
+from bytetx.serve.gateway import EventStream, Exchange
 from bytetx.serve.logprobs import (
     chat_logprobs,
     completion_logprobs,

@@ -18,13 +18,13 @@ from bytetx.serve.answers import (
 )
 from bytetx.serve.calls import ModelFacts, Outcome
 from bytetx.serve.errors import ServeError
-from bytetx.serve.fields import Fields
 from bytetx.serve.gateway import MAX_INLINE_BYTES, Exchange, parse
 from bytetx.serve.schemas import (
     DecodeRequest,
     EmbedAllRequest,
     EmbedRequest,
     EmbedSparseRequest,
+    Fields,
     PredictRequest,
     PredictTokensRequest,
     RerankRequest,

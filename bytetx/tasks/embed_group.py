@@ -11,9 +11,8 @@ import numpy as np
 from bytetx.encode.request import RunStats, Window
 from bytetx.errors import InputError, QueueFullError
 from bytetx.tasks.embed import VectorSink
-from bytetx.tasks.futures import as_it_is, forward
 from bytetx.tasks.results import Embeddings
-from bytetx.tasks.run import AsyncRun
+from bytetx.tasks.run import AsyncRun, as_it_is, forward
 
 # A larger call gains nothing: it has much to compute.
 _MAX_TEXTS, _MAX_CHARACTERS = 32, 4096

@@ -1,14 +1,20 @@
-"""CallRun: one call on its way through an engine: alone, in its own thread, or among others."""
+"""CallRun: one call on its way through an engine: alone, in its own thread, or among others.
+
+ReadingPool's threads tokenise the texts of all calls, those of many small calls together.
+"""
 
 import asyncio
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import replace
+from contextlib import closing, suppress
+from contextvars import copy_context
+from dataclasses import dataclass, replace
 from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -19,17 +25,228 @@ from bytetx.encode.prefixes import MOST_SHARED
 from bytetx.encode.request import Failure, RunCounter, Window
 from bytetx.encode.request_queue import OpenCall
 from bytetx.errors import OptionError
-from bytetx.ops.heap import release_heap
-from bytetx.requests.inputs import Input
+from bytetx.ops.heap import release_heap, release_heap_after
+from bytetx.requests.inputs import Input, InputReader
 from bytetx.runtime.forking import OwnProcess, computing
 from bytetx.tasks.call import ListSink, Sink, TaskCall
 from bytetx.tasks.chunks import ChunkSink, ChunkTask
-from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.progress import with_progress
-from bytetx.tasks.reading_pool import Reading, ReadingPool
 from bytetx.tasks.results import Results, Stream
 
+S = TypeVar("S")
 T = TypeVar("T")
+
+
+def forward(
+    source: "asyncio.Future[S]", target: "asyncio.Future[T]", change: Callable[[S], T]
+) -> None:
+    """The target gets the source's result as `change` makes it, its error, or its cancellation.
+
+    Cancelling the target cancels the source. Both are of one event loop; what `change` raises is
+    the target's error.
+    """
+
+    def pass_on(_: object) -> None:
+        if source.cancelled():
+            target.cancel()
+            return
+        error = source.exception()  # seen, even where nobody waits any more
+        if target.done():
+            return
+        if error is not None:
+            target.set_exception(error)
+            return
+        try:
+            target.set_result(change(source.result()))
+        except Exception as raised:
+            target.set_exception(raised)
+
+    source.add_done_callback(pass_on)
+    target.add_done_callback(lambda _: source.cancel())
+
+
+def as_it_is(result: T) -> T:
+    """The change of a result that is passed on as it is."""
+    return result
+
+
+async def in_own_thread(function: Callable[[], T]) -> T:
+    """Runs a caller's code, which may block for as long as it likes, even for ever.
+
+    The thread is its own, for those of asyncio.to_thread are few, and the interpreter waits for
+    them at its end.
+    """
+    loop, context = asyncio.get_running_loop(), copy_context()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # cancelled
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # T may be None
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = context.run(function)
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(finish, result, error)
+
+    Thread(target=run, name="bytetx-input", daemon=True).start()
+    return await future
+
+
+# Calls of at most so many texts are tokenised with others, and so many calls at a time.
+_MAX_SMALL_TEXTS, _MAX_CALLS = 32, 64
+
+
+class Owner(Protocol):
+    """Who asked for texts to be read; called in a thread of the pool."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nobody needs the texts any more."""
+        ...
+
+    def accept(self, window: Window) -> None:
+        """The texts as token ids."""
+        ...
+
+    def refuse(self, error: Exception) -> None:
+        """Why there are none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Texts of one call, numbered from `start`."""
+
+    owner: Owner
+    reader: InputReader
+    texts: Sequence[Input]
+    start: int
+
+
+class ReadingPool:
+    """A thread takes what has come since it was busy, so that many callers share one tokenizer
+    call and wake one thread.  Threads start with the first texts."""
+
+    def __init__(self, num_threads: int):
+        self._num_threads = num_threads
+        self._readings: SimpleQueue[Reading | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+        self._starting = Lock()
+
+    def put(self, reading: Reading) -> None:
+        """Has texts read; their owner hears of it."""
+        self._readings.put(reading)
+        if not self._threads:
+            with self._starting:
+                if not self._threads:
+                    self._threads = [self._start(number) for number in range(self._num_threads)]
+
+    def close(self) -> None:
+        """Ends the threads, after what they were given."""
+        for _ in self._threads:
+            self._readings.put(None)
+
+    def _start(self, number: int) -> Thread:
+        thread = Thread(target=self._run, name=f"bytetx-tokenizer-{number}", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self) -> None:
+        while (first := self._readings.get()) is not None:
+            readings = [first, *self._others()]
+            num_tokens = sum(map(_num_tokens, readings))
+            _read(readings)
+            del readings, first  # while this thread waits it holds nothing of a caller
+            release_heap_after(num_tokens)
+
+    def _others(self) -> list[Reading]:
+        """Readings that wait beside the first one, a share of it where there are other threads."""
+        most = min(-(-self._readings.qsize() // self._num_threads), _MAX_CALLS)
+        found: list[Reading] = []
+        while len(found) < most:
+            try:
+                reading = self._readings.get_nowait()
+            except Empty:
+                break
+            if reading is None:  # the end, which this thread finds again
+                self._readings.put(None)
+                break
+            found.append(reading)
+        return found
+
+
+def _num_tokens(reading: Reading) -> int:
+    """A guess of the tokens of a reading's texts before they are cut."""
+    return sum(map(reading.reader.estimate_tokens, reading.texts))
+
+
+def _read(readings: Sequence[Reading]) -> None:
+    """Reads texts: those of small calls with readers that do the same in one tokenizer call."""
+    groups: dict[Hashable, list[Reading]] = {}
+    for reading in readings:
+        if not reading.owner.is_dropped:
+            groups.setdefault(_key(reading), []).append(reading)
+    for group in groups.values():
+        for reading in _read_together(group) if len(group) > 1 else group:
+            _read_alone(reading)
+
+
+def _key(reading: Reading) -> Hashable:
+    """Equal for readings that one reader can do."""
+    reader = reading.reader
+    is_plain = type(reader) is InputReader and not (
+        reader.cuts or reader.with_alignment or reader.needs_mask or reader.expansion
+    )
+    if not is_plain or len(reading.texts) > _MAX_SMALL_TEXTS:
+        return id(reading)
+    return id(reader.tokenizer), reader.prompt, reader.truncate, reader.max_tokens
+
+
+def _read_together(group: Sequence[Reading]) -> Sequence[Reading]:
+    """Reads the texts of several calls.  Returns calls with a bad text, whose errors name it by
+    its number among all texts."""
+    texts = [text for reading in group for text in reading.texts]
+    starts = np.cumsum([0, *(len(reading.texts) for reading in group)]).tolist()
+    try:
+        with computing():
+            window = replace(group[0].reader, keeps_errors=True).read(texts, 0)
+    except Exception:
+        return group
+    requests = window.requests
+    bad = np.searchsorted(starts, [failure.index for failure in window.failures], side="right") - 1
+    pieces = requests.cut(np.searchsorted(requests.indices, starts).tolist())
+    for number, (reading, piece) in enumerate(zip(group, pieces, strict=True)):
+        if number in bad:
+            continue
+        own = replace(piece, indices=piece.indices + (reading.start - starts[number]))
+        _accept(reading, Window(reading.start, len(reading.texts), own))
+    return [group[number] for number in dict.fromkeys(bad.tolist())]
+
+
+def _read_alone(reading: Reading) -> None:
+    try:
+        with computing():
+            window = reading.reader.read(reading.texts, reading.start)
+    except Exception as error:
+        reading.owner.refuse(error)
+    else:
+        _accept(reading, window)
+
+
+def _accept(reading: Reading, window: Window) -> None:
+    try:
+        reading.owner.accept(window)
+    except Exception as error:
+        reading.owner.refuse(error)
+
 
 # Windows that are tokenised or wait for the device, a thread each: the tokenizer's own threads go
 # on with one window while Python takes the ids out of the other, which no two threads can do.

@@ -9,8 +9,7 @@ import pytest
 from serving import InProcess
 
 from bytetx.serve.app import ROUTES
-from bytetx.serve.fields import ANY, Fields
-from bytetx.serve.schemas import ChatRequest, EmbedRequest
+from bytetx.serve.schemas import ANY, ChatRequest, EmbedRequest, Fields
 
 BODIES: dict[str, dict[str, Any]] = {
     "/embed": {"inputs": "a fox"},

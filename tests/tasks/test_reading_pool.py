@@ -12,7 +12,7 @@ import bytetx
 from bytetx.encode.request import Window
 from bytetx.errors import InputError, TooLongError
 from bytetx.requests.inputs import InputReader
-from bytetx.tasks.reading_pool import Reading, ReadingPool, _read
+from bytetx.tasks.run import Reading, ReadingPool, _read
 
 LONG = " ".join(SENTENCES[:5] * 3)
 
