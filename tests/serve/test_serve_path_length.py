@@ -23,5 +23,5 @@ def test_embed_is_short(checkpoints: dict[str, Path]) -> None:
         return post
 
     files, functions, _ = path_length(make)
-    assert files <= 53, files
+    assert files <= 42, files
     assert functions <= 240, functions
