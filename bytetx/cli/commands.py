@@ -535,6 +535,9 @@ def rerank(
     instruction: Annotated[
         str | None, typer.Option(help="What a causal reranker is told; that of its model card.")
     ] = None,
+    listwise: Annotated[
+        bool, typer.Option("--listwise", help="Of a chat model: all documents in one prompt.")
+    ] = False,
 ) -> None:
     """Documents sorted by their score for a query, one line for each query.
 
@@ -550,6 +553,7 @@ def rerank(
         "raw_scores": raw_scores,
         "instruction": instruction,
         "truncate": options.truncate,
+        **({"listwise": True} if listwise else {}),
     }
     run_rank_job(options, rerank_task(given), query=query, query_file=query_file)
 

@@ -130,8 +130,10 @@ class LmHead:
         labels = self.labels
         if labels is not None and set(token_ids) <= set(labels.token_ids):
             columns = [labels.token_ids.index(token_id) for token_id in token_ids]
-            own = replace(self, decoder=labels.weight, blocks=None)
-            return own._run(rows)[:, columns].float()
+            logits = replace(self, decoder=labels.weight, blocks=None)._run(rows)
+            if columns == list(range(len(columns))):  # no copy of the list to a device
+                return logits[:, : len(columns)].float()
+            return logits[:, columns].float()
         block, columns = logits_block(self.vocab_size), list(token_ids)
         pieces = [self.forward(some)[:, columns].float() for some in rows.split(block)]
         return torch.cat(pieces) if pieces else rows.new_empty((0, len(columns))).float()

@@ -314,11 +314,13 @@ class DecisionReader(InputReader):
 
     prompts: what makes the prompts.  averages: as of DecisionPrompts.read.
     check: raises InputError for a question that the model cannot score.
+    name: of the requests, for errors.
     """
 
     prompts: DecisionPrompts | None = field(default=None, repr=False)
     averages: bool = False
     check: Callable[[Question], object] = repr
+    name: str = "requests"
 
     def estimate_tokens(self, item: Any) -> int:
         if isinstance(item, str):
@@ -336,7 +338,7 @@ class DecisionReader(InputReader):
             except CheckpointError:
                 raise  # the template's own fault is that of every request
             except (TypeError, ValueError, RecursionError) as error:
-                errors[index] = _named(index, error)
+                errors[index] = self._named(index, error)
         requests = self._rows(prompts, errors)
         if not errors:
             return Window(start, len(inputs), requests)
@@ -345,6 +347,12 @@ class DecisionReader(InputReader):
         requests = requests.take(np.flatnonzero(~np.isin(requests.indices, list(errors))))
         failures = [Failure(index, errors[index]) for index in sorted(errors)]
         return Window(start, len(inputs), requests, failures)
+
+    def _named(self, index: int, error: Exception) -> InputError:
+        """The error of a request, named by its place among the others."""
+        kind = type(error) if isinstance(error, InputError) else InputError
+        text = "nests too deep" if isinstance(error, RecursionError) else str(error)
+        return kind(f"{self.name}[{index}] {text}").with_traceback(None)
 
     def _prompts_of(self, index: int, item: object) -> list[_Prompt]:
         assert self.prompts is not None
@@ -368,7 +376,7 @@ class DecisionReader(InputReader):
                 continue
             if len(marks) < len(prompt.questions) or not row:
                 errors[prompt.index] = InputError(
-                    f"requests[{prompt.index}] makes a prompt of {len(row)} tokens with "
+                    f"{self.name}[{prompt.index}] makes a prompt of {len(row)} tokens with "
                     f"{len(marks)} marks for {len(prompt.questions)} questions; the checkpoint's "
                     "decision_template.jinja has to write one for each"
                 )
@@ -408,7 +416,7 @@ class DecisionReader(InputReader):
             try:
                 found += encoder.encode([prompt.text])
             except InputError as error:
-                errors[prompt.index] = _named(prompt.index, error)
+                errors[prompt.index] = self._named(prompt.index, error)
                 found.append([])
         return found
 
@@ -434,7 +442,7 @@ class DecisionReader(InputReader):
         for row in np.flatnonzero(requests.seqlens > limit).tolist():
             index = int(requests.indices[row])
             errors[index] = TooLongError(
-                f"requests[{index}] makes a prompt of {requests.seqlens[row]} tokens, the model "
+                f"{self.name}[{index}] makes a prompt of {requests.seqlens[row]} tokens, the model "
                 f"takes {limit}; shorten its state"
             )
         most = self.max_chunk_tokens
@@ -443,16 +451,9 @@ class DecisionReader(InputReader):
         for place in np.flatnonzero(sizes > most).tolist():
             index = int(requests.indices[0]) + place
             errors[index] = TooLongError(
-                f"requests[{index}] makes prompts of {int(sizes[place])} tokens together, the most "
-                f"is {most}; ask fewer questions at a time"
+                f"{self.name}[{index}] makes prompts of {int(sizes[place])} tokens together, the "
+                f"most is {most}; ask fewer questions at a time"
             )
-
-
-def _named(index: int, error: Exception) -> InputError:
-    """The error of a request, named by its place among the others."""
-    kind = type(error) if isinstance(error, InputError) else InputError
-    text = "nests too deep" if isinstance(error, RecursionError) else str(error)
-    return kind(f"requests[{index}] {text}").with_traceback(None)
 
 
 def _num_characters(value: object) -> int:

@@ -30,9 +30,10 @@ from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
 from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
+from bytetx.tasks.document_questions import asks_about_documents
 from bytetx.tasks.embed_group import is_small
 from bytetx.tasks.generation_stream import PromptGroup
-from bytetx.tasks.rerank import YES_NO_FAMILIES, reranks_by_logits
+from bytetx.tasks.rerank import reranks_by_logits
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.run import forward
 from bytetx.tasks.search import similarity as similarity_of
@@ -47,7 +48,7 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
     heads, sentence = model.heads, model.checkpoint.sentence
     has_lm = heads.lm is not None
     reranks = heads.sequence is not None and model.spec.num_labels == 1
-    reranks |= sentence.logit_score is not None or (has_lm and model.spec.family in YES_NO_FAMILIES)
+    reranks |= reranks_by_logits(model.context)
     has_other_head = any((heads.sequence, heads.token, heads.question_answering))
     is_sparse = sentence.splade is not None
     has_sparse = heads.masked_lm is not None or model.checkpoint.token_weight is not None
@@ -59,7 +60,7 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         "rerank": reranks,
         "tag": heads.token is not None,
         "generate": has_lm,
-        "decide": (has_lm or heads.decision is not None) and _can_ask(model),
+        "decide": asks_about_documents(model.context),
         "tokenize": model.tokenizer is not None,
     }
     can |= {spec.name: _is_able(spec, model) for spec in DECLARED.values() if spec.has_route}
@@ -81,13 +82,6 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         similarity=model.similarity_function,
         created=int(time.time()),
     )
-
-
-def _can_ask(model: Model) -> bool:
-    """Whether there is a template that questions are put into."""
-    checkpoint = model.checkpoint
-    has_template = checkpoint.chat_template or checkpoint.decision_template
-    return model.tokenizer is not None and has_template is not None
 
 
 def _is_able(spec: TaskSpec, model: Model) -> bool:

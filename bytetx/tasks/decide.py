@@ -64,7 +64,7 @@ def decide(
     if isinstance(requests, Mapping):
         raise InputError("requests must be a list of requests, got one; put it in a list")
     check_iterable("requests", requests)
-    scorer = _scorer(context)
+    scorer = scorer_of(context)
     reader = DecisionReader(
         context.spec,
         context.need_tokenizer(),
@@ -128,7 +128,8 @@ class HeadScorer:
 Scorer = LabelScorer | HeadScorer
 
 
-def _scorer(context: TaskContext) -> Scorer:
+def scorer_of(context: TaskContext) -> Scorer:
+    """The checkpoint's scores of options. InputError where it has neither head."""
     if context.heads.decision is not None:
         return HeadScorer(context.heads.decision)
     head = context.need_head(context.heads.lm, "language model")

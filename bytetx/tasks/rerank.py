@@ -1,6 +1,6 @@
 """Reranking by a cross-encoder, or by a causal model that answers yes or no (Qwen3-Reranker)."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,6 +18,11 @@ from bytetx.ops.pooling import pool
 from bytetx.tasks.call import ListSink, TaskCall
 from bytetx.tasks.classify import ScoreTask
 from bytetx.tasks.context import TaskContext
+from bytetx.tasks.document_questions import (
+    ask_about_documents,
+    asks_about_documents,
+    best_hits,
+)
 from bytetx.tasks.pair_prompts import PairPrompts, chat_prompts, yes_no_ids, yes_no_prompts
 from bytetx.tasks.results import Hit, Results
 from bytetx.tasks.task import TextOptions, option, task
@@ -81,6 +86,11 @@ class RerankOptions(TextOptions):
     instruction: str | None = option(
         None, "What a causal reranker is told; None is that of its model card."
     )
+    listwise: bool = option(
+        False,
+        "Of a chat model: one prompt lists all documents, at most one for each label, and their "
+        "scores are the probabilities that each one is the best; else one prompt asks about each.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +100,12 @@ class RerankOptions(TextOptions):
 
 
 def reranks_by_logits(context: TaskContext) -> bool:
-    """Whether the model is a causal one, whose prompts are made before they are read."""
+    """Whether the model is a causal one or has a decision head: what it scores are prompts."""
+    return _has_card(context) or asks_about_documents(context)
+
+
+def _has_card(context: TaskContext) -> bool:
+    """Whether the prompts are those of a reranker's model card or of LogitScore."""
     if context.checkpoint.sentence.logit_score is not None:
         return True
     return context.heads.lm is not None and context.spec.family in YES_NO_FAMILIES
@@ -112,12 +127,25 @@ def rerank(
     """The documents by how well they answer the query, best first.
 
     The model is a cross-encoder with one label, or a causal one that answers yes or no
-    (Qwen3-Reranker, or sentence-transformers' LogitScore), whose prompt holds the instruction.
+    (Qwen3-Reranker, or sentence-transformers' LogitScore), whose prompt holds the instruction, or
+    any chat model, which is asked whether each document answers the query, as by decide.
     With on_error="return" a bad document is left out; its error is in `errors` by its index.
     Raises InputError where the model is neither.
     """
     check_text("query", query)
     documents = list(check_iterable("documents", documents))
+    if options.listwise or (not _has_card(context) and asks_about_documents(context)):
+        return ask_about_documents(
+            context,
+            query,
+            documents,
+            instruction=options.instruction,
+            listwise=options.listwise,
+            raw_scores=options.raw_scores,
+            truncate=options.truncate,
+            top_k=options.top_k,
+            keeps_errors=options.on_error == "return",
+        )
     if reranks_by_logits(context):
         return _logits_call(context, query, documents, options)
     if options.instruction is not None:
@@ -133,7 +161,7 @@ def rerank(
     pairs = [(prompt + query, document) for document in documents]
 
     def gather(scores: Results[Any]) -> Results[Hit]:
-        return _best_hits(scores, documents, options.top_k)
+        return best_hits(scores, documents, options.top_k)
 
     return TaskCall("rerank", pairs, job, context.reader(options), lambda _: ListSink(gather))
 
@@ -171,7 +199,7 @@ def _logits_call(
         ordered = [by_index.get(index, errors.get(index)) for index in range(len(documents))]
         num_truncated = scores.stats.num_truncated + made.num_truncated
         stats = replace(scores.stats, num_truncated=num_truncated)
-        return _best_hits(Results(ordered, stats, errors), documents, options.top_k)
+        return best_hits(Results(ordered, stats, errors), documents, options.top_k)
 
     return TaskCall("rerank", list(given.values()), job, reader, lambda _: ListSink(gather))
 
@@ -212,13 +240,3 @@ def _pair_prompts(
     return chat_prompts(
         tokenizer, template, score, query, documents, prompt=prompt, truncate=truncate
     )
-
-
-def _best_hits(scores: Results[Any], documents: Sequence[str], top_k: int | None) -> Results[Hit]:
-    hits = [
-        Hit(index, score, documents[index])
-        for index, score in enumerate(scores)
-        if index not in scores.errors
-    ]
-    hits.sort(key=lambda hit: hit.score, reverse=True)
-    return Results(hits[:top_k], scores.stats, scores.errors)
