@@ -34,6 +34,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2-124m": ("GPT2", {}),
+    "smollm2-135m": (
+        "Llama",
+        {
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "max_position_embeddings": 8192,
+            "rope_theta": 1e5,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 

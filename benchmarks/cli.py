@@ -181,6 +181,11 @@ SUITES = {
         "text",
         ("plot", "model"),
     ),
+    "decide": Entry(
+        "Texts with common prefixes under a causal model: bytetx, its rows alone, transformers.",
+        "decide",
+        ("device",),
+    ),
     "generate": Entry(
         "Ragged prompts and answers on a GPU: bytetx, transformers padded and continuous.",
         "generate",

@@ -230,11 +230,16 @@ def wall_us_in_turn(runs: Mapping[K, Run], *, rounds: int) -> dict[K, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def _wall_us(run: Run) -> float:
-    torch.cuda.synchronize()
+    _synchronize()
     began = time.perf_counter()
     run()
-    torch.cuda.synchronize()
+    _synchronize()
     return (time.perf_counter() - began) * 1e6
 
 

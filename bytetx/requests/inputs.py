@@ -11,6 +11,7 @@ import tokenizers
 from bytetx.arguments import text_fault
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Text, Tokenizer, Tokens
+from bytetx.encode.prefixes import MOST_SHARED
 from bytetx.encode.request import Alignment, Failure, Requests, Window
 from bytetx.errors import InputError, TooLongError
 from bytetx.requests.chunks import Chunk, cut_encoding
@@ -77,6 +78,10 @@ class InputReader:
             return len(item) or 1
         except (TypeError, OverflowError):  # no input at all, or range(10**30); read() names it
             return 1
+
+    def estimate_work(self, item: Input, before: Input) -> int:
+        """The same, less what it has in common with the input before it; at least 1."""
+        return max(int(self.estimate_tokens(item) * (1 - _common_part(item, before))), 1)
 
     def _with_overlaps(self, num_tokens: int) -> int:
         """Tokens of all chunks of a text."""
@@ -327,6 +332,23 @@ class InputReader:
             ends_special = bool(encoding.ids) and encoding.ids[-1] in tokenizer.frame_ids
             self._prompt_tokens = len(encoding.ids) - ends_special
         return self._prompt_tokens
+
+
+def _common_part(item: Input, before: Input) -> float:
+    """The part of an input's start that is that of the one before: 0 ... MOST_SHARED, a guess."""
+    if isinstance(item, tuple) and isinstance(before, tuple):
+        texts = [text for text in (*before, *item) if isinstance(text, str)]
+        if len(texts) != 4 or texts[0] != texts[2]:
+            return 0.0
+        return min(len(texts[2]) / max(len(texts[2]) + len(texts[3]), 1), MOST_SHARED)
+    if type(item) is not type(before) or not isinstance(item, str | list):
+        return 0.0
+    length, step = 0, 32
+    while length + step <= len(item):
+        if item[length : length + step] != before[length : length + step]:
+            break
+        length, step = length + step, 2 * step
+    return min(length / max(len(item), 1), MOST_SHARED)
 
 
 def _by_kind(inputs: Sequence[object], start: int) -> tuple[dict[int, Text], dict[int, object]]:

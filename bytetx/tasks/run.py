@@ -21,7 +21,6 @@ import numpy as np
 
 from bytetx.arguments import check_iterable
 from bytetx.encode.engine import EncodeEngine, EncodeStep
-from bytetx.encode.prefixes import MOST_SHARED
 from bytetx.encode.request import Failure, RunCounter, Window
 from bytetx.encode.request_queue import OpenCall
 from bytetx.errors import OptionError
@@ -311,41 +310,21 @@ def windows(
         yield window
 
 
-def _estimate_work(
-    estimate_tokens: Callable[[Input], int], engine: EncodeEngine
-) -> Callable[[Input], int]:
+def _estimate_work(reader: InputReader, engine: EncodeEngine) -> Callable[[Input], int]:
     """A guess of the tokens that each of consecutive inputs adds to a step that has the one before.
 
     They are its own, less what it has in common with that one where the engine shares prefixes.
     """
     if not engine.shares_prefixes:
-        return estimate_tokens
+        return reader.estimate_tokens
     before: Input = ""
 
     def estimate(item: Input) -> int:
         nonlocal before
-        shared, before = _common_part(before, item), item
-        return max(int(estimate_tokens(item) * (1 - shared)), 1)
+        tokens, before = reader.estimate_work(item, before), item
+        return tokens
 
     return estimate
-
-
-def _common_part(before: Input, item: Input) -> float:
-    """The part of an input's start that is that of the one before: 0 ... MOST_SHARED, a guess."""
-    if isinstance(item, tuple) and isinstance(before, tuple):
-        texts = [text for text in (*before, *item) if isinstance(text, str)]
-        if len(texts) != 4 or texts[0] != texts[2]:
-            return 0.0
-        return min(len(texts[2]) / max(len(texts[2]) + len(texts[3]), 1), MOST_SHARED)
-    if type(item) is not type(before) or not isinstance(item, str | list):
-        return 0.0
-    length, step = 0, 32
-    while (
-        length + step <= len(item)
-        and item[length : length + step] == before[length : length + step]
-    ):
-        length, step = length + step, 2 * step
-    return min(length / max(len(item), 1), MOST_SHARED)
 
 
 class HasEncoder(Protocol):
@@ -398,7 +377,7 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
     too, are launched behind the one whose results are awaited.
     """
     reader = run.call.reader
-    estimate = _estimate_work(reader.estimate_tokens, engine)
+    estimate = _estimate_work(reader, engine)
     cut = windows(run.call.texts, estimate_tokens=estimate, token_budget=engine.token_budget)
     running: deque[tuple[EncodeStep, Window | None]] = deque()
     collect = partial(_collect, run, engine)
@@ -563,7 +542,7 @@ class AsyncRun(CallRun[T]):
         """(texts, a guess of their tokens)"""
         estimate, most = self.call.reader.estimate_tokens, self._max_window_texts
         texts, budget = self.call.texts, self._engine.token_budget
-        work = _estimate_work(estimate, self._engine)
+        work = _estimate_work(self.call.reader, self._engine)
         for window in windows(texts, estimate_tokens=work, token_budget=budget):
             for first in range(0, len(window), most):
                 piece = window[first : first + most]
