@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Sequence
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +20,8 @@ from bytetx.errors import InputError
 TEXT, REFUSED, BROKEN, TOO_MUCH = b"t", b"r", b"b", b"m"
 # The longest text that the process gives, 4 bytes a character, and its kind.
 _MAX_ANSWER_BYTES = (64 << 20) + 1
+# Of requests that the process has not answered; the sockets' buffers hold as much.
+_BYTES_AHEAD = 1 << 16
 # An interpreter that imports jinja2 takes 0.1 s, and more on a machine that is busy.
 _START_SECONDS = 60.0
 _RUN = (
@@ -43,6 +46,8 @@ class RendererProcess:
             )
         self._seconds = seconds
         ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _BYTES_AHEAD)
         with theirs:
             arguments = [json.dumps(_search_path()), str(theirs.fileno()), str(seconds)]
             try:
@@ -76,17 +81,35 @@ class RendererProcess:
 
         request: entries of types that marshal takes.  After TOO_MUCH the process has ended.
         """
+        return self.ask_all([request])[0]
+
+    def ask_all(self, requests: Sequence[tuple[Any, ...] | list[Any]]) -> list[tuple[bytes, str]]:
+        """The answers in order, up to the first one that is TOO_MUCH.
+
+        The next requests are under way while one is answered.
+        """
+        answers: list[tuple[bytes, str]] = []
+        sizes: list[int] = []  # bytes of those that were sent
         try:
-            self._connection.send_bytes(marshal.dumps(request))
-            answer = self._receive(self._seconds)
+            while len(answers) < len(requests):
+                while len(sizes) < len(requests):
+                    data = marshal.dumps(requests[len(sizes)])
+                    waiting = sum(sizes[len(answers) :])
+                    if waiting and waiting + len(data) > _BYTES_AHEAD:
+                        break  # it reads no more before its answers are read
+                    self._connection.send_bytes(data)
+                    sizes.append(len(data))
+                answers.append(self._receive(self._seconds))
+                if answers[-1][0] == TOO_MUCH:
+                    break
         except OSError:
-            answer = self._ended()
+            answers.append(self._ended())
         except BaseException:
-            self._end()  # the answer would come with the next question
+            self._end()  # the answers would come with the next question
             raise
-        if answer[0] == TOO_MUCH:
+        if answers and answers[-1][0] == TOO_MUCH:
             self._end()
-        return answer
+        return answers
 
     def is_alive(self) -> bool:
         """Whether it can be asked: it has not ended, and this process is no fork of its owner."""

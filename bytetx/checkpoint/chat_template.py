@@ -10,8 +10,9 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,13 @@ class TemplateFacts:
 
     variables: frozenset[str]
     literals: str
+
+
+class PreparedChat(NamedTuple):
+    """A chat in types that a template's process takes, and the template that it is for."""
+
+    template: "ChatTemplate"
+    request: tuple[Any, ...]
 
 
 class ChatTemplate:
@@ -91,13 +99,40 @@ class ChatTemplate:
         Raises InputError where the template refuses the chat or exceeds its limits with it,
         CheckpointError where it is broken for every chat.
         """
+        (text,) = self.render_all([self.prepared(messages, options, joins_parts=joins_parts)])
+        if isinstance(text, InputError):
+            raise text
+        return text
+
+    def prepared(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any] | None = None,
+        *,
+        joins_parts: bool = False,
+    ) -> "PreparedChat":
+        """A chat for `render_all`; arguments and errors as of `render`."""
         given = {**self._variables, **checked_options(options)}
         template = self._chosen(given.pop("chat_template", None), given.get("tools") is not None)
         continued = given.pop("continue_final_message", None) or None
         if continued is not None:
             given["add_generation_prompt"] = False
         field = "content" if continued is True else continued
-        return template._ask((_plain_messages(messages), given, field, joins_parts))
+        return PreparedChat(template, (_plain_messages(messages), given, field, joins_parts))
+
+    def render_all(self, chats: "Sequence[PreparedChat]") -> list[str | InputError]:
+        """The texts of chats of this checkpoint; an error in place of each that `render` refuses.
+
+        The template's process need not wait between them. CheckpointError where it is broken.
+        """
+        texts: list[str | InputError] = []
+        while len(texts) < len(chats):
+            template = chats[len(texts)].template
+            _, rest = next(groupby(chats[len(texts) :], key=lambda chat: id(chat.template)))
+            with template._lock:
+                answers = template._ready().ask_all([chat.request for chat in rest])
+            texts += [template._text_or_error(kind, text) for kind, text in answers]
+        return texts
 
     def _chosen(self, name: str | None, has_tools: bool) -> "ChatTemplate":
         """As transformers chooses: by name, else tool_use where there are tools, else default."""
@@ -128,14 +163,12 @@ class ChatTemplate:
         """The template that is used where none is named. InputError where there is none."""
         return self._chosen(None, has_tools=False)
 
-    def _ask(self, request: tuple[Any, ...]) -> str:
-        with self._lock:
-            kind, text = self._ready().ask(request)
+    def _text_or_error(self, kind: bytes, text: str) -> str | InputError:
         if kind == TEXT:
             return text
         if kind == REFUSED:
-            raise InputError(f"{self._name}: the chat template refuses it: {text}")
-        raise InputError(
+            return InputError(f"{self._name}: the chat template refuses it: {text}")
+        return InputError(
             f"{self._name}: the chat template {text} with this chat, and was stopped; give a "
             "shorter chat, or the prompt as text"
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bytetx.checkpoint.chat_template import ChatTemplate
+from bytetx.checkpoint.chat_template import ChatTemplate, PreparedChat
 from bytetx.checkpoint.control_tokens import ChatEncoder, mark_control_tokens
 from bytetx.checkpoint.decision_files import KINDS, DecisionConfig
 from bytetx.checkpoint.side_files import is_deeper
@@ -191,12 +191,13 @@ class PromptQuestions(Alignment):
     questions: Sequence[Question]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Prompt:
     index: int
     number: int
-    text: str
+    chat: PreparedChat
     questions: Sequence[Question]
+    text: str = ""
 
 
 class DecisionPrompts:
@@ -285,6 +286,17 @@ class DecisionPrompts:
 
     def render(self, state: Any, questions: Sequence[Question]) -> str:
         """The text of one prompt, with MARK and SPLIT where the template writes them."""
+        (text,) = self.render_all([self.prepared(state, questions)])
+        if isinstance(text, InputError):
+            raise text
+        return text
+
+    def render_all(self, prompts: Sequence[PreparedChat]) -> list[str | InputError]:
+        """The texts of prompts, or the error of each that the template refuses."""
+        return self._source.render_all(prompts) if prompts else []
+
+    def prepared(self, state: Any, questions: Sequence[Question]) -> PreparedChat:
+        """A prompt for `render_all`."""
         if self._template is None:
             content, variables = default_prompt(state, questions[0]), {}
         else:
@@ -294,7 +306,7 @@ class DecisionPrompts:
             content = mark_control_tokens(content, self._control_tokens)
             variables = mark_control_tokens(variables, self._control_tokens)
         messages = [{"role": "user", "content": content}]
-        return self._source.render(messages, {"enable_thinking": False, **variables})
+        return self._source.prepared(messages, {"enable_thinking": False, **variables})
 
 
 def _without_sentinels(request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -343,7 +355,7 @@ class DecisionReader(InputReader):
                 raise  # the template's own fault is that of every request
             except (TypeError, ValueError, RecursionError) as error:
                 errors[index] = self._named(index, error)
-        requests = self._rows(prompts, errors)
+        requests = self._rows(self._rendered(prompts, errors), errors)
         if not errors:
             return Window(start, len(inputs), requests)
         if not self.keeps_errors:
@@ -358,6 +370,17 @@ class DecisionReader(InputReader):
         text = "nests too deep" if isinstance(error, RecursionError) else str(error)
         return kind(f"{self.name}[{index}] {text}").with_traceback(None)
 
+    def _rendered(self, prompts: Sequence[_Prompt], errors: Errors) -> list[_Prompt]:
+        """Those prompts that the template takes, with their texts."""
+        assert self.prompts is not None
+        texts = self.prompts.render_all([prompt.chat for prompt in prompts])
+        for prompt, text in zip(prompts, texts, strict=True):
+            if isinstance(text, InputError):
+                errors.setdefault(prompt.index, self._named(prompt.index, text))
+            else:
+                prompt.text = text
+        return [prompt for prompt in prompts if prompt.index not in errors]
+
     def _prompts_of(self, index: int, item: object) -> list[_Prompt]:
         assert self.prompts is not None
         state, questions = self.prompts.read(item, averages=self.averages)
@@ -367,7 +390,7 @@ class DecisionReader(InputReader):
             except InputError as error:
                 raise InputError(f"question {shown(question.name)} {error}") from None
         return [
-            _Prompt(index, number, self.prompts.render(state, group), group)
+            _Prompt(index, number, self.prompts.prepared(state, group), group)
             for number, group in enumerate(self.prompts.groups(questions))
         ]
 
@@ -429,6 +452,8 @@ class DecisionReader(InputReader):
         where there is none."""
         assert self.prompts is not None
         mark, split = self.prompts.encoder.sentinel_ids
+        if mark not in ids and split not in ids:
+            return ids, [len(ids)]
         row: list[int] = []
         marks: list[int] = []
         for token_id in ids:

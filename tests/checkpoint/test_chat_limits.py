@@ -257,3 +257,21 @@ def test_generate_refuses_the_job_where_the_template_never_ends(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="needs more than 1 GiB of memory"):
         model.generate([CHAT], params, on_error="return")
     assert len(model.generate(["text still runs"], params)) == 1
+
+
+def test_many_chats_at_once_have_each_its_own_answer() -> None:
+    """One that is refused, and one that ends the process, among chats larger than the buffers."""
+    source = (
+        "{% if messages[0].content == 'no' %}{{ raise_exception('refused') }}{% endif %}"
+        "{% if messages[0].content == 'much' %}{% for i in range(99999) %}"
+        "{{ 'x' * 999999 }}{% endfor %}{% endif %}<{{ messages[0].content }}>"
+    )
+    template = ChatTemplate(source, special_tokens={}, name="here")
+    contents = ["a", "b" * 100_000, "no", "c" * 300_000, "much", "d", *["e" * 30_000] * 9]
+    chats = [template.prepared([{"role": "user", "content": text}]) for text in contents]
+    for text, content in zip(template.render_all(chats), contents, strict=True):
+        if content in ("no", "much"):
+            assert isinstance(text, InputError)
+        else:
+            assert text == f"<{content}>"
+    assert template.render_all([]) == []

@@ -136,18 +136,18 @@ def test_what_the_planned_kernels_do_not_take(
         assert_as_exact_as_torch(case.run(), case)
 
 
-@pytest.mark.parametrize("window", [0, 1, 64, 130, 1000])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(4))
 def test_batch_invariant_plans_give_the_bits_of_unshared_sequences(
-    seed: int, dtype: torch.dtype, head_dim: int, window: int
+    seed: int, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Where ancestors end with a tile, as those that a cache keeps do."""
+    """Where ancestors end with a step of keys. In a window steps begin with a tile's first key:
+    such models share nothing then (Layers.prefix_multiple)."""
     sizes = {"size": (14, 30, 100, 60)[seed], "mean": (300, 100, 60, 200)[seed]}
     tree = random_tree(200 + seed, **sizes, keys_alone=seed % 2 * 2, step=64)
     case = case_of(tree, head_dim=head_dim, dtype=dtype)
-    options = {"window": window, "batch_invariant": True}
+    options = {"batch_invariant": True}
     assert torch.equal(case.run(**options), case.run_unshared(**options))
 
 
