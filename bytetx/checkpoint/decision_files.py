@@ -80,7 +80,7 @@ class DecisionConfig:
     def label_ids(self, tokenizer: Tokenizer) -> dict[str, int]:
         """The token of each label that is one token."""
         labels = list(dict.fromkeys(label for kind in KINDS for label in self.labels_of(kind)))
-        found = zip(labels, tokenizer.untruncated().encode_all_plain(labels), strict=True)
+        found = zip(labels, tokenizer.encode_all_plain(labels), strict=True)
         known = {label: ids[0] for label, ids in found if len(ids) == 1}
         return {label: own for label, own in known.items() if own != tokenizer.unk_token_id}
 
