@@ -8,11 +8,12 @@ from bytetx.ops.native import tile_rows
 
 
 def checkpoint_info(
-    checkpoint: LoadedCheckpoint, *, max_tokens: int, token_budget: int
+    checkpoint: LoadedCheckpoint, *, max_tokens: int, token_budget: int, prefix_cache_bytes: int
 ) -> dict[str, Any]:
     """Family, sizes, dtype, device, ranks, heads and their labels, limits, tensors left unused.
 
-    max_tokens: of one text.  token_budget: tokens of one forward pass.
+    max_tokens: of one text.  token_budget: tokens of one forward pass.  prefix_cache_bytes: of
+    prefixes that are kept.
     """
     spec, sentence, heads = checkpoint.spec, checkpoint.sentence, checkpoint.heads
     grid = checkpoint.executor.grid
@@ -44,6 +45,7 @@ def checkpoint_info(
         "tp": grid.y,
         "grid": str(grid),
         "token_budget": token_budget,
+        "prefix_cache_bytes": prefix_cache_bytes,
         "workspace_bytes": spec.workspace_bytes(most_rows, checkpoint.dtype.itemsize),
         "heads": [name for name, head in named_heads.items() if head is not None],
         # Where no head needs the labels, their numbers may have holes.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bytetx.arguments import check_iterable, check_token_budget
+from bytetx.arguments import check_iterable, check_not_negative, check_token_budget
 from bytetx.checkpoint.families import read_families
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.checkpoint.generation_config import check_switch
@@ -26,6 +26,7 @@ from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_generation
 from bytetx.parallel.grid import Grid
 from bytetx.requests.prompts import Prompt
+from bytetx.runtime.device_memory import default_prefix_cache_bytes
 from bytetx.runtime.forking import computing
 from bytetx.tasks.catalog import ModelTasks
 from bytetx.tasks.context import TaskContext
@@ -47,6 +48,7 @@ def load(
     tp: "int | TorchrunLeader" = 1,
     grid: str | Grid | None = None,
     token_budget: int | None = None,
+    prefix_cache_bytes: int | None = None,
     cuda_graphs: bool = True,
     batch_invariant: bool = False,
     generation_config: str | Path = "auto",
@@ -69,6 +71,8 @@ def load(
     divides hidden features. "auto" is the one that bytetx.plan finds fastest for all GPUs;
     docs/distributed.md says when to use which.
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.
+    prefix_cache_bytes: of what a causal model computed of prefixes that texts of several steps have
+    in common; 0 keeps none, None is 1 GiB on a GPU and 256 MiB on a CPU, at most 5 % of its memory.
     cuda_graphs: replay repeated steps as CUDA graphs where the GPU's kernels allow it; same bits.
     batch_invariant: a text's results have the same bits whatever else is in its batch, found
     prefixes and pieces of prompts included: on CPUs in float32, bfloat16 and int8, on Hopper GPUs
@@ -102,7 +106,12 @@ def load(
     except BaseException:
         checkpoint.executor.close()
         raise
-    return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
+    return Model(
+        checkpoint,
+        token_budget=token_budget,
+        prefix_cache_bytes=prefix_cache_bytes,
+        cuda_graphs=cuda_graphs,
+    )
 
 
 class Model(ModelTasks):
@@ -126,12 +135,18 @@ class Model(ModelTasks):
         checkpoint: LoadedCheckpoint,
         *,
         token_budget: int | None = None,
+        prefix_cache_bytes: int | None = None,
         cuda_graphs: bool = True,
     ):
         if token_budget is None:
             token_budget = default_token_budget(checkpoint.spec, checkpoint.device)
         self.checkpoint = checkpoint
         self.token_budget, self.cuda_graphs = check_token_budget(token_budget), cuda_graphs
+        if prefix_cache_bytes is None:
+            prefix_cache_bytes = default_prefix_cache_bytes(checkpoint.device)
+        check_not_negative("prefix_cache_bytes", prefix_cache_bytes)
+        # The limit is that of all routes together.
+        prefix_cache_bytes //= 1 + len(checkpoint.routes)
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
         self.context = TaskContext(checkpoint)
@@ -140,6 +155,7 @@ class Model(ModelTasks):
             name: Model(
                 replace(route, router=checkpoint.router),
                 token_budget=token_budget,
+                prefix_cache_bytes=prefix_cache_bytes,
                 cuda_graphs=cuda_graphs,
             )
             for name, route in checkpoint.routes.items()
@@ -150,6 +166,7 @@ class Model(ModelTasks):
             device=checkpoint.device,
             token_budget=self.token_budget,
             cuda_graphs=cuda_graphs,
+            prefix_cache_bytes=prefix_cache_bytes,
         )
         self.encoder = EncodeEngine(self._runner, token_budget=self.token_budget)
         self.engines = ModelEngines(
@@ -190,6 +207,7 @@ class Model(ModelTasks):
             device=str(checkpoint.device),
             dtype=checkpoint.quantization or checkpoint.dtype,
             token_budget=self.token_budget,
+            prefix_cache_bytes=self.prefix_cache_bytes,
             cuda_graphs=self.cuda_graphs,
             batch_invariant=checkpoint.batch_invariant,
             generation_config=checkpoint.generation.switch,
@@ -204,6 +222,13 @@ class Model(ModelTasks):
         view.context = self.context.cutting_left()
         view._routes = {name: route._cutting_left() for name, route in self._routes.items()}
         return view
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """Bytes of prefixes that are kept at most, those of all routes together; 0 keeps none."""
+        cache = self._runner.prefix_cache
+        own = 0 if cache is None else cache.max_bytes
+        return own + sum(route.prefix_cache_bytes for route in self._routes.values())
 
     @property
     def max_tokens(self) -> int:
@@ -300,4 +325,5 @@ class Model(ModelTasks):
     def info(self) -> dict[str, Any]:
         """The checkpoint's family, sizes, dtype, device, heads, limits and unused tensors."""
         limits = {"max_tokens": self.max_tokens, "token_budget": self.token_budget}
+        limits["prefix_cache_bytes"] = self.prefix_cache_bytes
         return checkpoint_info(self.checkpoint, **limits)

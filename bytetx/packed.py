@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -76,6 +76,7 @@ class PackedBatch:
     allows_capture: whether the ranks of a group may capture the pass as a CUDA graph.
     tree: which sequences continue others, where some do; then seqlens and cu_seqlens count a
         sequence's own tokens, max_seqlen and positions those of its ancestors, too.
+    computed: the sequences of the tree that are keys alone, in their order; on the device.
     shared: the same tokens with each common prefix once; a forward pass computes it instead.
     """
 
@@ -92,6 +93,7 @@ class PackedBatch:
     on_host: "PackedBatch | None" = None
     allows_capture: bool = True
     tree: SequenceTree | None = None
+    computed: "tuple[ComputedTokens, ...]" = ()
     shared: "SharedPrefixes | None" = None
 
     @property
@@ -125,21 +127,52 @@ class PackedBatch:
         return replace(self, **moved)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ComputedTokens:
+    """What a causal model computed of a text's first tokens, for texts that continue them.
+
+    kv: [num_layers, 2, num_tokens, num_kv_heads, head_dim], keys after rotation, and values.
+    hidden_states: [num_tokens, output_size], the last ones.
+    """
+
+    kv: torch.Tensor
+    hidden_states: torch.Tensor
+
+    def first(self, num_tokens: int) -> "ComputedTokens":
+        """Views of the first tokens, which see none of the others."""
+        return ComputedTokens(self.kv[:, :, :num_tokens], self.hidden_states[:num_tokens])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kv.nbytes + self.hidden_states.nbytes
+
+    def is_finite(self) -> torch.Tensor:
+        """bool [], on the device."""
+        return self.kv.isfinite().all() & self.hidden_states.isfinite().all()
+
+
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
     """A batch whose sequences' common prefixes are sequences of their own, computed once.
 
-    batch: with a tree.  rows: int64, for each token of the batch that it stands for, its row here.
+    batch: with a tree.  rows: int64, for each token of the batch that it stands for, its row here,
+    where those of sequences that are keys alone come last.
+    kept_rows: int64 each, rows whose keys, values and hidden states a pass adds to `kept`, in the
+    same order; `kept` is shared by all copies of this object.
     """
 
     batch: PackedBatch
     rows: torch.Tensor
+    kept_rows: tuple[torch.Tensor, ...] = ()
+    kept: list[ComputedTokens] = field(default_factory=list)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "SharedPrefixes":
         """The same on `device`."""
-        return SharedPrefixes(
-            self.batch.to(device, non_blocking=non_blocking),
-            self.rows.to(device, non_blocking=non_blocking),
+        return replace(
+            self,
+            batch=self.batch.to(device, non_blocking=non_blocking),
+            rows=self.rows.to(device, non_blocking=non_blocking),
+            kept_rows=tuple(rows.to(device, non_blocking=non_blocking) for rows in self.kept_rows),
         )
 
     def pin(self) -> "SharedPrefixes":
@@ -149,7 +182,12 @@ class SharedPrefixes:
             for name in _DEVICE_FIELDS
             if (tensor := getattr(self.batch, name)) is not None
         }
-        return SharedPrefixes(replace(self.batch, **pinned), self.rows.pin_memory())
+        return replace(
+            self,
+            batch=replace(self.batch, **pinned),
+            rows=self.rows.pin_memory(),
+            kept_rows=tuple(rows.pin_memory() for rows in self.kept_rows),
+        )
 
 
 _DEVICE_FIELDS = (

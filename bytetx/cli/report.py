@@ -88,6 +88,9 @@ def _checkpoint_rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         "labels": ", ".join(info["labels"]),
         "runs as": f"{info['dtype']} on {info['device']}, {info['token_budget']:,} tokens a step, "
         f"{info['workspace_bytes'] / _MIB:,.0f} MiB of activations",
+        "prefix cache": f"{info['prefix_cache_bytes'] / _MIB:,.0f} MiB at most"
+        if info["prefix_cache_bytes"]
+        else "",
         "unused tensors": ", ".join(info["unused_tensors"]) or "none",
     }
     return [(name, value) for name, value in rows.items() if value]

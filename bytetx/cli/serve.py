@@ -122,6 +122,16 @@ def serve(
             "--max-num-batched-tokens",
         ),
     ] = None,
+    prefix_cache_bytes: Annotated[
+        int | None,
+        typer.Option(
+            envvar="BYTETX_PREFIX_CACHE_BYTES",
+            min=0,
+            help="Most bytes of common prefixes that a causal model keeps; 0 keeps none.",
+            rich_help_panel=_LIMITS,
+            show_default=False,
+        ),
+    ] = None,
     max_client_batch_size: Annotated[
         int, _option(_LIMITS, "MAX_CLIENT_BATCH_SIZE", "Inputs of one request.")
     ] = 32,
@@ -263,6 +273,7 @@ def serve(
         default_prompt_name=default_prompt_name,
         auto_truncate=auto_truncate,
         max_batch_tokens=max_batch_tokens,
+        prefix_cache_bytes=prefix_cache_bytes,
         max_client_batch_size=max_client_batch_size,
         max_concurrent_requests=max_concurrent_requests,
         max_queued_requests=max_queued_requests,

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from bytetx.encode.cuda_queue import CudaQueue
-from bytetx.encode.prefixes import share_prefixes
+from bytetx.encode.prefix_cache import CacheUse, PrefixCache
+from bytetx.encode.prefixes import SharedRows, share_prefixes
 from bytetx.encode.request import Failure, Requests
 from bytetx.encode.step import Computation, Step
 from bytetx.errors import DeviceMemoryError, StepError
@@ -20,16 +21,25 @@ from bytetx.runtime import faults
 
 logger = logging.getLogger("bytetx")
 
+# Parameters of a layer times tokens that take a GPU about as long as it takes the host to launch a
+# layer's kernels one by one instead of a graph of them all (90 us at 400 TFLOP/s).
+_LEAST_GPU_WORK = 18 * 10**9
+
 
 @dataclass(frozen=True, slots=True)
 class StartedPass:
-    """A forward pass that was started. keep: what the device still uses, besides the tensors."""
+    """A forward pass that was started.
+
+    keep: what the device still uses, besides the tensors.  prefixes: what is to be done with those
+    that the step has, as soon as it is done.
+    """
 
     step: Step
     tensors: tuple[torch.Tensor, ...]
     device: torch.device
     is_done: torch.cuda.Event | None = None
     keep: object = None
+    prefixes: "_Prefixes | None" = None
 
     def outputs(self) -> tuple[np.ndarray, ...]:
         if self.is_done is not None:
@@ -37,7 +47,24 @@ class StartedPass:
                 self.is_done.synchronize()
             except RuntimeError as error:
                 raise faults.lost_error(error, len(self.step.requests), self.device) from error
-        return tuple(tensor.numpy() for tensor in self.tensors)
+        outputs = tuple(tensor.numpy() for tensor in self.tensors)
+        return outputs if self.prefixes is None else self.prefixes.finish(outputs, self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefixes:
+    """The prefixes of a step that came from the cache, were found in it, or are to be added."""
+
+    cache: PrefixCache
+    use: CacheUse
+    found: SharedRows | None
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> tuple[np.ndarray, ...]:
+        """Tells the cache of a pass that is done. Returns the outputs of the task alone."""
+        kept = [] if step.shared is None else step.shared.kept
+        own = len(outputs) - len(kept)
+        self.cache.finish(self.use, self.found, kept, [bool(one) for one in outputs[own:]])
+        return outputs[:own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +98,7 @@ class Runner:
 
     token_budget: tokens of the steps to come.  Longer ones run too, without a graph.
     cuda_graphs: whether steps are captured where the device's kernels allow it.
+    prefix_cache_bytes: of prefixes that later steps take from there; 0 keeps none.
     """
 
     def __init__(
@@ -81,10 +109,16 @@ class Runner:
         device: torch.device,
         token_budget: int,
         cuda_graphs: bool = True,
+        prefix_cache_bytes: int = 0,
     ):
         self.transformer, self.executor, self.device = transformer, executor, device
         # Tokens of which common prefixes have a multiple; 0 where none is shared.
         self.prefix_multiple = transformer.prefix_multiple
+        self.prefix_cache: PrefixCache | None = None
+        if self.prefix_multiple and prefix_cache_bytes:
+            self.prefix_cache = _prefix_cache(
+                transformer, prefix_cache_bytes, device, self.prefix_multiple
+            )
         self._queue: CudaQueue | None = None
         if device.type == "cuda":
             self._queue = CudaQueue(
@@ -121,7 +155,7 @@ class Runner:
                 where = self._examine(error, some)
                 if faults.is_out_of_memory(error) and may_release_graphs:
                     may_release_graphs = False  # captured again, they would fill it again
-                    if self._queue is not None and self._queue.release_memory():
+                    if self._release_memory():
                         waiting.append(some)
                         continue
                 waiting += self._after(error, some, failures, where=where)
@@ -139,7 +173,7 @@ class Runner:
             has_token_types=spec.num_token_types > 0,
             position_offset=spec.position_offset,
         )
-        shared = self._share(requests, batch)
+        shared, prefixes = self._share(requests, batch) if self.prefix_multiple else (None, None)
         # On the host; a GPU's queue takes the requests, and hardly ever the batch.
         step = Step(
             requests,
@@ -150,20 +184,38 @@ class Runner:
             transformer = self.transformer
             if between_layers is not None and self.is_interruptible:
                 transformer = transformer.interrupted_by(between_layers)
-            return StartedPass(step, task.compute(transformer, step), self.device)
+            outputs = (*task.compute(transformer, step), *step.are_kept_finite())
+            return StartedPass(step, outputs, self.device, prefixes=prefixes)
         copies, is_done, keep = self._queue.start(step, task)
-        return StartedPass(step, copies, self.device, is_done, keep)
+        return StartedPass(step, copies, self.device, is_done, keep, prefixes)
 
-    def _share(self, requests: Requests, pack: Callable[[], PackedBatch]) -> PackedBatch | None:
-        """The step's batch with each common prefix once; None where the texts have none."""
-        if not self.prefix_multiple or len(requests) < 2:
-            return None
-        found = share_prefixes(requests, multiple=self.prefix_multiple)
+    def _release_memory(self) -> bool:
+        """Frees what a GPU holds to be faster; False where that is nothing."""
+        had_prefixes = self.prefix_cache is not None and self.prefix_cache.clear()
+        had_graphs = self._queue is not None and self._queue.release_memory()
+        return had_prefixes or had_graphs
+
+    def _share(
+        self, requests: Requests, pack: Callable[[], PackedBatch]
+    ) -> tuple[PackedBatch | None, _Prefixes | None]:
+        """The step's batch with each common prefix once, and what the cache has to know of it.
+
+        No batch where the texts have no common prefixes, and none is in the cache.
+        """
+        if self.transformer.spec.num_token_types:
+            return None, None
+        cache, multiple = self.prefix_cache, self.prefix_multiple
+        use = None if cache is None else cache.find(requests)
+        if use is None:
+            found = share_prefixes(requests, multiple=multiple)
+        else:
+            found = share_prefixes(
+                requests, multiple=multiple, roots=use.roots, always=len(use.kept) > 0
+            )
+        prefixes = None if cache is None or use is None else _Prefixes(cache, use, found)
         if found is None:
-            return None
+            return None, prefixes
         batch, tree = pack(), found.tree
-        if batch.token_type_ids is not None:
-            return None
         own = PackedBatch(
             input_ids=torch.from_numpy(requests.token_ids[found.kept]),
             position_ids=batch.position_ids[torch.from_numpy(found.kept)],
@@ -172,8 +224,15 @@ class Runner:
             seqlens=torch.from_numpy(tree.seqlens),
             max_seqlen=batch.max_seqlen,
             tree=tree,
+            computed=() if use is None else use.computed,
         )
-        return replace(batch, shared=SharedPrefixes(own, torch.from_numpy(found.rows)))
+        rows = torch.from_numpy(found.rows)
+        kept_rows = ()
+        if use is not None:
+            starts = requests.cu_seqlens
+            kept_rows = tuple(rows[starts[text] : starts[text] + size] for text, size in use.kept)
+        shared = SharedPrefixes(own, rows, kept_rows)
+        return replace(batch, shared=shared), prefixes
 
     def _examine(self, error: Exception, requests: Requests) -> str:
         """Where a step failed. Raises what is not the device's doing, or a DeviceLostError."""
@@ -201,6 +260,24 @@ class Runner:
         failure.__cause__ = error.with_traceback(None)
         failures += [Failure(int(index), failure) for index in requests.indices]
         return []
+
+
+def _prefix_cache(
+    transformer: Transformer, max_bytes: int, device: torch.device, multiple: int
+) -> PrefixCache:
+    spec, blocks = transformer.spec, transformer.blocks
+    kv_size = spec.num_layers * 2 * blocks.num_kv_heads * spec.head_dim
+    itemsize = transformer.embeddings.word.element_size()
+    least_saved = 0
+    if device.type == "cuda":
+        layer_size = spec.hidden_size * (4 * spec.hidden_size + 3 * spec.intermediate_size)
+        least_saved = _LEAST_GPU_WORK // layer_size
+    return PrefixCache(
+        max_bytes,
+        bytes_per_token=(kv_size + spec.output_size) * itemsize,
+        multiple=multiple,
+        least_saved=least_saved,
+    )
 
 
 def memory_error(

@@ -1,6 +1,7 @@
 """Common prefixes of a causal model's texts: which there are, and a step that has each once."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -49,49 +50,87 @@ def prefix_order(requests: Requests) -> PrefixOrder | None:
 class SharedRows:
     """The tokens of texts with each common prefix once.
 
-    tree: of the prefixes and of what is left of each text.
+    tree: of the prefixes and of what is left of each text, and at the end, as keys alone, the
+        prefixes that are computed already.
     kept: int64 [tree.num_rows], which of the texts' tokens those of the tree are.
     rows: int64 [total_tokens], the row of each text's tokens in the tree.
+    prefix_lens: int64 [num_texts], tokens of each text in prefixes that the tree computes, and in
+        those above them; 0 where there are none.
     """
 
     tree: SequenceTree
     kept: np.ndarray
     rows: np.ndarray
+    prefix_lens: np.ndarray
 
 
-def share_prefixes(requests: Requests, *, multiple: int = 1) -> SharedRows | None:
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Prefixes that are computed already.
+
+    of_texts: int64 [num_texts], the one that each text begins with, -1 where there is none.
+    lengths: tokens of each, a multiple of what share_prefixes is given, fewer than its texts have.
+    """
+
+    of_texts: np.ndarray
+    lengths: list[int]
+
+
+def share_prefixes(
+    requests: Requests, *, multiple: int = 1, roots: Roots | None = None, always: bool = False
+) -> SharedRows | None:
     """The texts' common prefixes as sequences of their own; None where they are too short.
 
     Each text keeps one token or more for itself.  multiple: of tokens, that a prefix must have.
+    roots: below which the others are.  always: also where nothing is saved.
     """
-    if len(requests) < 2:
+    if len(requests) < 2 and roots is None and not always:
         return None
     order, shared = _sorted(requests)
-    if not shared.any():
+    if not shared.any() and roots is None and not always:
         return None
-    tree = _Tree(requests.seqlens[order], shared[:-1], multiple)
+    if roots is None:
+        roots = Roots(np.full(len(order), -1, dtype=np.int64), [])
+    elif len(order) > 1:
+        order = order[np.argsort(roots.of_texts[order], kind="stable")]
+        shared = _in_common(requests, order)
+    tree = _Tree(requests.seqlens[order], shared[:-1], multiple, roots, roots.of_texts[order])
     tree.divide()
-    return tree.rows(requests, order)
+    return tree.rows(requests, order, always=always)
 
 
 class _Tree:
     """Prefixes of sorted texts, found from the longest common one of all down to pairs."""
 
-    def __init__(self, seqlens: np.ndarray, shared: np.ndarray, multiple: int):
-        """shared: tokens that each text has in common with the next."""
+    def __init__(
+        self,
+        seqlens: np.ndarray,
+        shared: np.ndarray,
+        multiple: int,
+        roots: Roots,
+        root_of_text: np.ndarray,
+    ):
+        """shared: tokens that each text has in common with the next.  root_of_text: of the sorted
+        texts; those with the same one are together."""
         self._seqlens, self._multiple = seqlens, multiple
         # A text keeps its last token.
         most = np.minimum(seqlens[:-1], seqlens[1:]) - 1
         self._shared = np.minimum(shared, most)
-        self._parent_of_text = np.full(len(seqlens), -1, dtype=np.int64)
-        self._start_of_text = np.zeros(len(seqlens), dtype=np.int64)
+        self._num_roots = len(roots.lengths)
+        self._parent_of_text = root_of_text.astype(np.int64)
+        self._start_of_text = np.append(roots.lengths, 0)[root_of_text].astype(np.int64)
         # Of each prefix: a text that has it, its first token and the one behind, its parent.
-        self._prefixes: list[tuple[int, int, int, int]] = []
-        self._depths: list[int] = []
+        self._prefixes = [(0, 0, length, -1) for length in roots.lengths]
+        self._depths = [0] * self._num_roots
 
     def divide(self) -> None:
         """Finds all prefixes."""
-        waiting = [(0, len(self._seqlens), 0, -1)]
+        changes = np.flatnonzero(np.diff(self._parent_of_text)) + 1
+        bounds = [0, *changes.tolist(), len(self._seqlens)]
+        waiting = [
+            (first, last, int(self._start_of_text[first]), int(self._parent_of_text[first]))
+            for first, last in zip(bounds, bounds[1:], strict=False)
+        ]
         while waiting:
             first, last, start, parent = waiting.pop()
             depth = 0 if parent < 0 else self._depths[parent] + 1
@@ -114,11 +153,12 @@ class _Tree:
     def _end_at_least(self, tokens: int) -> int:
         return -(-tokens // self._multiple) * self._multiple
 
-    def rows(self, requests: Requests, order: np.ndarray) -> SharedRows | None:
+    def rows(self, requests: Requests, order: np.ndarray, *, always: bool) -> SharedRows | None:
         """The tree in the order of its levels, the sequences of one parent together."""
         num_prefixes, num_texts = len(self._prefixes), len(order)
-        saved = int(self._start_of_text.sum()) - sum(p[2] - p[1] for p in self._prefixes)
-        if saved * _LEAST_SAVING < requests.total_tokens:
+        new = self._prefixes[self._num_roots :]
+        saved = int(self._start_of_text.sum()) - sum(end - start for _, start, end, _ in new)
+        if saved * _LEAST_SAVING < requests.total_tokens and not always:
             return None
         found = np.array(self._prefixes, dtype=np.int64).reshape(-1, 4)
         texts = np.append(found[:, 0], np.arange(num_texts))
@@ -129,19 +169,25 @@ class _Tree:
         depths[num_prefixes:] = np.where(
             self._parent_of_text < 0, 0, depths[self._parent_of_text] + 1
         )
+        depths[: self._num_roots] = MAX_ANCESTORS + 1  # the last sequences are keys alone
         ranks = np.lexsort((np.arange(len(texts)), parents, depths))
         place = np.empty(len(texts), dtype=np.int64)
         place[ranks] = np.arange(len(texts))
         above = parents[ranks]
         lengths = (ends - starts)[ranks]
+        computed = len(ranks) - self._num_roots
         tree = SequenceTree(
-            np.where(above < 0, -1, place[above]).astype(np.int32), lengths.astype(np.int32)
+            np.where(above < 0, -1, place[above]).astype(np.int32),
+            lengths.astype(np.int32),
+            num_rows=int(lengths[:computed].sum()),
         )
         firsts = requests.cu_seqlens[:-1][order][texts] + starts
-        kept = rows_of(firsts[ranks], lengths)
+        kept = rows_of(firsts[ranks[:computed]], lengths[:computed])
         own = np.empty(num_texts, dtype=np.int64)  # the sequence that each text ends with
         own[order] = place[num_prefixes:]
-        return SharedRows(tree, kept, tree.rows_of(own))
+        lens = np.empty(num_texts, dtype=np.int64)
+        lens[order] = np.where(self._parent_of_text < self._num_roots, 0, self._start_of_text)
+        return SharedRows(tree, kept, tree.rows_of(own), lens)
 
 
 def _sorted(requests: Requests) -> tuple[np.ndarray, np.ndarray]:
@@ -154,17 +200,26 @@ def _sorted(requests: Requests) -> tuple[np.ndarray, np.ndarray]:
     text = requests.token_ids.astype(">i4").tobytes()
     bounds = (4 * requests.cu_seqlens).tolist()
     words = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
-    order = sorted(range(len(words)), key=words.__getitem__)
-    shared = np.zeros(len(words), dtype=np.int32)
-    least = 4 * MIN_PREFIX_TOKENS
-    heads = [word[:least] for word in words]
-    ids = requests.token_ids
-    for at, (a, b) in enumerate(zip(order, order[1:], strict=False)):
-        if heads[a] != heads[b] or len(heads[a]) < least:
+    order = np.array(sorted(range(len(words)), key=words.__getitem__), dtype=np.int64)
+    return order, _in_common(requests, order)
+
+
+def _in_common(requests: Requests, order: np.ndarray) -> np.ndarray:
+    """int32 [num_texts]: tokens that each text has in common with the next one in an order."""
+    ids, bounds, texts = requests.token_ids, requests.cu_seqlens.tolist(), order.tolist()
+    shared = np.zeros(len(texts), dtype=np.int32)
+    heads = [ids[a : min(a + MIN_PREFIX_TOKENS, b)].tobytes() for a, b in pairwise(bounds)]
+    for at, (a, b) in enumerate(pairwise(texts)):
+        if heads[a] != heads[b] or len(heads[a]) < ids.itemsize * MIN_PREFIX_TOKENS:
             continue
-        length = min(bounds[a + 1] - bounds[a], bounds[b + 1] - bounds[b]) // 4
-        first, second = bounds[a] // 4, bounds[b] // 4
-        differs = ids[first : first + length] != ids[second : second + length]
-        where = int(differs.argmax())
-        shared[at] = where if differs[where] else length
-    return np.array(order, dtype=np.int64), shared
+        own, other = ids[bounds[a] : bounds[a + 1]], ids[bounds[b] : bounds[b + 1]]
+        shared[at] = common_length(own, other)
+    return shared
+
+
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Tokens at the start of two texts that are the same."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    where = int(differs.argmax()) if length else 0
+    return where if length and differs[where] else length

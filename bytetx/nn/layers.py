@@ -140,7 +140,8 @@ class Layers:
         embed_tokens: returns the embedded tokens; called here, so that no frame above holds them
         while the layers run.  on_layer: called with them and then with each layer's output, the
         last one's after the last norm.  on_kv: without a cache, called with each layer's keys and
-        values after rotation, [total_tokens, num_kv_heads, head_dim]; views of all of qkv.
+        values after rotation, [total_tokens, num_kv_heads, head_dim]; views of all of qkv. Those of
+        batch.computed are behind them.
         pause: called before each linear layer; a layer has four.
         """
         rows = self.blocks.begin(batch.total_tokens) if rows is None else rows
@@ -440,6 +441,9 @@ class Layers:
                 self._rotate_heads(by_head[:, : heads[0] + heads[1]], i, step)
         else:
             q, k = self._rotate(q, k, layer, i, step)
+        if batch.computed:
+            k = torch.cat([k, *(computed.kv[i, 0] for computed in batch.computed)])
+            v = torch.cat([v, *(computed.kv[i, 1] for computed in batch.computed)])
         if step.on_kv is not None:
             step.on_kv(k, v)
         return attend(

@@ -23,7 +23,7 @@ from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged_plan import launches_by_sizes
-from bytetx.packed import PackedBatch
+from bytetx.packed import ComputedTokens, PackedBatch, SharedPrefixes
 from bytetx.parallel.layout import ModelShard
 
 
@@ -244,8 +244,7 @@ class Transformer:
         if self.placement is not None:
             return self.placement.forward(batch, cache=cache, on_layer=on_layer, on_kv=on_kv)
         if batch.shared is not None and on_layer is None and on_kv is None:
-            shared = self.forward(batch.shared.batch, pause=pause)
-            return shared.index_select(0, batch.shared.rows)
+            return self._forward_shared(batch.shared, pause)
         rows = self.blocks.begin(batch.total_tokens)
         x = self.layers.run(
             lambda: self._embed(batch, rows),
@@ -257,6 +256,27 @@ class Transformer:
             pause=pause,
         )
         return x if self.project_out is None else linear(x, self.project_out)
+
+    def _forward_shared(self, shared: SharedPrefixes, pause: Pause | None) -> torch.Tensor:
+        """Hidden states of the tokens that a batch with a tree stands for."""
+        batch, num_layers = shared.batch, self.spec.num_layers
+        kept_kv: list[torch.Tensor] = []
+        layers = iter(range(num_layers))
+
+        def keep(k: torch.Tensor, v: torch.Tensor) -> None:
+            layer = next(layers)
+            for index, rows in enumerate(shared.kept_rows):
+                if layer == 0:
+                    kept_kv.append(k.new_empty((num_layers, 2, len(rows), *k.shape[1:])))
+                torch.index_select(k, 0, rows, out=kept_kv[index][layer, 0])
+                torch.index_select(v, 0, rows, out=kept_kv[index][layer, 1])
+
+        hidden = self.forward(batch, on_kv=keep if shared.kept_rows else None, pause=pause)
+        if batch.computed:
+            hidden = torch.cat([hidden, *(some.hidden_states for some in batch.computed)])
+        for kv, rows in zip(kept_kv, shared.kept_rows, strict=True):
+            shared.kept.append(ComputedTokens(kv, hidden.index_select(0, rows)))
+        return hidden.index_select(0, shared.rows)
 
     @torch.inference_mode()
     def embed(self, batch: PackedBatch) -> torch.Tensor:

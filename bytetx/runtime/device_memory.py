@@ -10,6 +10,8 @@ from bytetx.errors import CheckpointError
 # What a container may use: cgroup v2, then v1. Without a limit v2 says "max", v1 a huge number.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _GIB = 1 << 30
+# Of prefixes that are kept: most bytes by type of device, and most of its memory.
+_PREFIX_CACHE_BYTES, _PREFIX_CACHE_PART = {"cpu": 256 << 20, "cuda": _GIB}, 20
 
 
 def check_fits(
@@ -27,6 +29,12 @@ def check_fits(
             f"the weights take {share / _GIB:,.1f} GiB in {dtype}, {device} has {has / _GIB:,.1f} "
             "GiB; load them in float16 or bfloat16, on another device, or with tp"
         )
+
+
+def default_prefix_cache_bytes(device: torch.device) -> int:
+    """Bytes of prefixes that are kept on a device where the caller names none."""
+    most = _PREFIX_CACHE_BYTES.get(device.type, 0)
+    return min(most, memory_bytes(device) // _PREFIX_CACHE_PART) if most else 0
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -31,6 +31,7 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         batch_invariant=settings.batch_invariant,
         tp=settings.tp,
         token_budget=settings.max_batch_tokens,
+        prefix_cache_bytes=settings.prefix_cache_bytes,
         generation_config=settings.generation_config,
         families=settings.families,
         revision=settings.revision,

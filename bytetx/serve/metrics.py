@@ -316,10 +316,15 @@ class _Batches:
             "bytetx_queue_tokens": ("Tokens that wait.", "queued_tokens"),
             "bytetx_running_texts": ("Texts in forward passes.", "num_running"),
             "bytetx_generating_prompts": ("Prompts that are being continued.", "num_generating"),
+            "bytetx_prefix_cache_bytes": ("Of prefixes that are kept.", "prefix_cache_bytes"),
         }
         counters = {
             "bytetx_steps": ("Forward passes.", "num_steps"),
             "bytetx_step_tokens": ("Tokens of forward passes.", "total_tokens"),
+            "bytetx_prefix_saved_tokens": (
+                "Tokens that forward passes took from the cache of prefixes.",
+                "prefix_saved_tokens",
+            ),
             "bytetx_refused_calls": ("Calls that the full queue refused.", "num_refused"),
             "bytetx_dropped_texts": ("Texts that were cancelled or late.", "num_dropped"),
             "bytetx_spec_decode_num_draft_tokens": (

@@ -63,6 +63,7 @@ async def info(exchange: Exchange) -> Response:
         "max_queued_tokens": settings.max_queued_tokens,
         "payload_limit": settings.payload_limit_bytes,
         "auto_truncate": settings.auto_truncate,
+        "prefix_cache_bytes": facts.info["prefix_cache_bytes"],
         "batch_invariant": facts.info["batch_invariant"],
         "tokenization_workers": settings.tokenization_workers,
         "version": bytetx.__version__,

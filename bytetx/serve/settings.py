@@ -58,6 +58,7 @@ class ServeSettings:
     default_prompt_name: str | None = None
     auto_truncate: bool = True
     max_batch_tokens: int | None = None
+    prefix_cache_bytes: int | None = None
     max_client_batch_size: int = 32
     max_concurrent_requests: int = 512
     max_queued_requests: int = 8192

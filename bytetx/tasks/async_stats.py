@@ -7,6 +7,7 @@ from bytetx.encode.engine import EncodeEngine, StepStats
 
 _COUNTS: tuple[str, ...] = ("num_done", "num_failed", "num_dropped", "num_refused", "total_tokens")
 _COUNTS += ("padded_tokens", "num_steps", "num_draft_tokens", "num_accepted_tokens")
+_COUNTS += ("prefix_saved_tokens",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class AsyncStats:
     have a result, an error, or were cancelled or late.  num_refused: calls with a QueueFullError.
     total_tokens, padded_tokens, num_steps: sums over all forward passes.
     num_draft_tokens, num_accepted_tokens: of generation, drafted tokens and those that were right.
+    prefix_saved_tokens: those that forward passes took from the cache of prefixes, since the Model
+    was made.  prefix_cache_bytes: that it holds now.
     recent: the last forward passes, oldest first.
     """
 
@@ -37,6 +40,8 @@ class AsyncStats:
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    prefix_saved_tokens: int = 0
+    prefix_cache_bytes: int = 0
     recent: Sequence[StepStats] = ()
 
     @classmethod
@@ -61,6 +66,7 @@ class AsyncStats:
 def engine_stats(engine: EncodeEngine) -> AsyncStats:
     """The counts of one engine."""
     counts, recent = engine.counts()
+    prefixes = engine.runner.prefix_cache
     return AsyncStats(
         num_queued=engine.num_queued,
         queued_tokens=engine.queued_tokens,
@@ -74,5 +80,7 @@ def engine_stats(engine: EncodeEngine) -> AsyncStats:
         total_tokens=counts.total_tokens,
         padded_tokens=counts.padded_tokens,
         num_steps=counts.num_steps,
+        prefix_saved_tokens=0 if prefixes is None else prefixes.saved_tokens,
+        prefix_cache_bytes=0 if prefixes is None else prefixes.num_bytes,
         recent=recent,
     )

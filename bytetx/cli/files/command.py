@@ -355,6 +355,7 @@ def _load(options: JobOptions, folder: Path, task: JobTask) -> Any:
             tp=options.ranks or options.tp or 1,
             grid=options.grid,
             token_budget=options.token_budget,
+            prefix_cache_bytes=options.prefix_cache_bytes,
             group_timeout=options.group_timeout,
             batch_invariant=options.batch_invariant,
             families=options.families,

@@ -161,6 +161,16 @@ class JobOptions:
             show_default=False,
         ),
     ] = None
+    prefix_cache_bytes: Annotated[
+        int | None,
+        typer.Option(
+            envvar="BYTETX_PREFIX_CACHE_BYTES",
+            min=0,
+            help="Most bytes of common prefixes that a causal model keeps; 0 keeps none.",
+            rich_help_panel=_RUN,
+            show_default=False,
+        ),
+    ] = None
     threads: Annotated[
         int | None,
         typer.Option(
