@@ -129,7 +129,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComputedTokens:
-    """What a causal model computed of a text's first tokens, for texts that continue them.
+    """A causal model's work on a text's first tokens, for texts that continue them.
 
     kv: [num_layers, 2, num_tokens, num_kv_heads, head_dim], keys after rotation, and values.
     hidden_states: [num_tokens, output_size], the last ones.
@@ -165,6 +165,10 @@ class SharedPrefixes:
     rows: torch.Tensor
     kept_rows: tuple[torch.Tensor, ...] = ()
     kept: list[ComputedTokens] = field(default_factory=list)
+
+    def are_kept_finite(self) -> tuple[torch.Tensor, ...]:
+        """bool [] each, on the device: whether what a pass kept is finite."""
+        return tuple(one.is_finite() for one in self.kept)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "SharedPrefixes":
         """The same on `device`."""

@@ -176,7 +176,9 @@ class CudaQueue:
                 if self._graphs is None:
                     batch = replace(here.batch, allows_capture=False)
                     here = Step(here.requests, batch, here.prompt_tokens)
-                outputs = (*task.compute(self._transformer, here), *here.are_kept_finite())
+                outputs = task.compute(self._transformer, here)
+                if shared is not None:
+                    outputs = (*outputs, *shared.are_kept_finite())
             if capture is not None and padded is not None:
                 num_rows = sizes[1] if capture.rows == "sequences" else sizes[0]
                 outputs = tuple(output[:num_rows] for output in outputs)

@@ -39,7 +39,7 @@ class StartedPass:
     device: torch.device
     is_done: torch.cuda.Event | None = None
     keep: object = None
-    prefixes: "_Prefixes | None" = None
+    prefixes: "_StepPrefixes | None" = None
 
     def outputs(self) -> tuple[np.ndarray, ...]:
         if self.is_done is not None:
@@ -52,7 +52,7 @@ class StartedPass:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefixes:
+class _StepPrefixes:
     """The prefixes of a step that came from the cache, were found in it, or are to be added."""
 
     cache: PrefixCache
@@ -184,7 +184,9 @@ class Runner:
             transformer = self.transformer
             if between_layers is not None and self.is_interruptible:
                 transformer = transformer.interrupted_by(between_layers)
-            outputs = (*task.compute(transformer, step), *step.are_kept_finite())
+            outputs = task.compute(transformer, step)
+            if shared is not None and shared.shared is not None:
+                outputs = (*outputs, *shared.shared.are_kept_finite())
             return StartedPass(step, outputs, self.device, prefixes=prefixes)
         copies, is_done, keep = self._queue.start(step, task)
         return StartedPass(step, copies, self.device, is_done, keep, prefixes)
@@ -197,7 +199,7 @@ class Runner:
 
     def _share(
         self, requests: Requests, pack: Callable[[], PackedBatch]
-    ) -> tuple[PackedBatch | None, _Prefixes | None]:
+    ) -> tuple[PackedBatch | None, _StepPrefixes | None]:
         """The step's batch with each common prefix once, and what the cache has to know of it.
 
         No batch where the texts have no common prefixes, and none is in the cache.
@@ -212,7 +214,7 @@ class Runner:
             found = share_prefixes(
                 requests, multiple=multiple, roots=use.roots, always=len(use.kept) > 0
             )
-        prefixes = None if cache is None or use is None else _Prefixes(cache, use, found)
+        prefixes = None if cache is None or use is None else _StepPrefixes(cache, use, found)
         if found is None:
             return None, prefixes
         batch, tree = pack(), found.tree
@@ -227,7 +229,7 @@ class Runner:
             computed=() if use is None else use.computed,
         )
         rows = torch.from_numpy(found.rows)
-        kept_rows = ()
+        kept_rows: tuple[torch.Tensor, ...] = ()
         if use is not None:
             starts = requests.cu_seqlens
             kept_rows = tuple(rows[starts[text] : starts[text] + size] for text, size in use.kept)

@@ -24,13 +24,16 @@ _ID_BYTES = 4
 T = TypeVar("T")
 
 
-class _Words(Generic[T]):
-    """Token ids as words, of which none begins with another; found by what they begin with."""
+class _WordTable(Generic[T]):
+    """Token ids as words, of which none begins with another; found by what they begin with.
+
+    num_bytes: of the words, without their values.
+    """
 
     def __init__(self) -> None:
         self._sorted: list[bytes] = []
         self._by_use: OrderedDict[bytes, T] = OrderedDict()  # the one not used for longest first
-        self.num_bytes = 0  # of the words
+        self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -45,7 +48,7 @@ class _Words(Generic[T]):
         return found
 
     def use(self, word: bytes) -> T:
-        """What belongs to a word that is here."""
+        """Returns the value of a word that is here."""
         self._by_use.move_to_end(word)
         return self._by_use[word]
 
@@ -58,7 +61,7 @@ class _Words(Generic[T]):
         return True
 
     def put(self, word: bytes, value: T) -> list[T]:
-        """Adds a word that none here covers. Returns what belonged to words that it covers."""
+        """Adds a word that none here covers. Returns the values of words that it covers."""
         covered, at = [], bisect_left(self._sorted, word)
         while at > 0 and word.startswith(self._sorted[at - 1]):
             at -= 1
@@ -115,8 +118,8 @@ class PrefixCache:
 
     def _reset(self) -> None:
         self._process, self._lock = OwnProcess(), Lock()
-        self._entries: _Words[ComputedTokens] = _Words()
-        self._seen: _Words[None] = _Words()
+        self._entries: _WordTable[ComputedTokens] = _WordTable()
+        self._seen: _WordTable[None] = _WordTable()
         self.num_bytes = self.saved_tokens = 0
 
     def __len__(self) -> int:
@@ -192,7 +195,7 @@ class PrefixCache:
         """Drops all prefixes, as where memory is short; False where there are none."""
         with self._lock:
             had_some = len(self._entries) > 0
-            self._entries, self.num_bytes = _Words(), 0
+            self._entries, self.num_bytes = _WordTable(), 0
         return had_some
 
     def _add(self, word: bytes, computed: ComputedTokens) -> None:

@@ -40,10 +40,6 @@ class Step:
         """The batch's shared prefixes, where it has some."""
         return self._batch.shared if isinstance(self._batch, PackedBatch) else None
 
-    def are_kept_finite(self) -> tuple[torch.Tensor, ...]:
-        """bool [] each, on the device: whether the prefixes that a pass kept are finite."""
-        return () if self.shared is None else tuple(one.is_finite() for one in self.shared.kept)
-
     @property
     def batch(self) -> PackedBatch:
         if not isinstance(self._batch, PackedBatch):

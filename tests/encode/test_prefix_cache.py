@@ -53,7 +53,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield tokens
 
 
-@pytest.mark.feature("cache of shared prefixes")
+@pytest.mark.feature("Arithmetic", "cache of shared prefixes")
 @pytest.mark.parametrize("name", sorted(DECODERS))
 def test_cached_prefixes_change_no_bit(name: str, tmp_path: Path) -> None:
     texts = texts_of()

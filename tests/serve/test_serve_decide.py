@@ -39,6 +39,21 @@ def test_systemone(decider: InProcess, folder: Path) -> None:
     assert decider.get("/info").json()["batch_invariant"] is True
 
 
+def test_states_that_requests_share_are_kept(folder: Path) -> None:
+    settings = ServeSettings(models=model_sources([f"d={folder}"]), prefix_cache_bytes=1 << 20)
+    one = InProcess(settings, load_models(settings))
+    assert one.get("/info").json()["prefix_cache_bytes"] == 1 << 20
+    questions = {"spam": SPAM, "tone": TONE}
+    answers = [
+        one.post("/v1/systemone", {"state": "a fox", "questions": questions}).json()["answers"]
+        for _ in range(4)
+    ]
+    assert all(answer == answers[0] for answer in answers)
+    samples = dict(line.split() for line in one.get("/metrics").text.splitlines() if line[0] != "#")
+    assert float(samples['bytetx_prefix_saved_tokens_total{model="d"}']) > 32
+    assert 0 < float(samples['bytetx_prefix_cache_bytes{model="d"}']) <= 1 << 20
+
+
 def test_decisions_of_openai(decider: InProcess) -> None:
     choices = [{"value": "calm"}, {"value": "mad", "description": "loud"}]
     levels = [{"label": text} for text in URGENCY["criteria"]]
