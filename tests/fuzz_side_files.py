@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from checkpoints import HIDDEN_SIZE, make_tokenizer, save_sentence_model
+from decisions import REQUESTS, save_jev
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
 from tiny_decoders import tiny_decoder
@@ -59,7 +60,7 @@ class Target:
 
 
 def targets(folder: Path) -> Iterator[Target]:
-    """An encoder that sentence-transformers saved, and a causal model of several shards."""
+    """An encoder that sentence-transformers saved, a causal model of several shards, a decider."""
     modules = [
         Pooling(HIDDEN_SIZE, "mean"),
         Dense(HIDDEN_SIZE, 16),
@@ -78,6 +79,13 @@ def targets(folder: Path) -> Iterator[Target]:
     special = {"eos_token": "</s>", "unk_token": "<unk>"}
     (causal / "special_tokens_map.json").write_text(json.dumps(special))
     yield Target(causal, _generate)
+    decider = save_jev(folder / "decider", num_verbalizers=40)
+    settings = {"labels": {"noul": ["a", "b"]}, "temperature": {"choice": 2.0}}
+    (decider / "decision.json").write_text(json.dumps(settings))
+    (decider / "decision_template.jinja").write_text(
+        "{{ state | tojson }}{% for q in questions %}{{ q.name }}:<|mark|>{% endfor %}"
+    )
+    yield Target(decider, _decide)
 
 
 def _embed(folder: Path, name: str) -> None:
@@ -95,6 +103,10 @@ def _generate(folder: Path, name: str) -> None:
         prompts.append([{"role": "user", "content": "a fox"}])
     for prompt in prompts:
         model.generate([prompt], params, on_error="return")
+
+
+def _decide(folder: Path, name: str) -> None:
+    bytetx.load(folder, device="cpu").decide(REQUESTS[:1])
 
 
 def mutations(raw: bytes, draw: random.Random) -> Iterator[bytes]:

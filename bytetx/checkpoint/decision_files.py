@@ -149,7 +149,7 @@ def read_decision_head(config: Mapping[str, Any]) -> DecisionHeadSpec | None:
     check_fields("config.json", config, _JEV_HEAD)
     count = config.get("num_verbalizers") or 24
     offsets = config.get("offsets") or _JEV_OFFSETS
-    if not set(KINDS) <= offsets.keys() or max(offsets.values()) >= count:
+    if any(offsets.get(kind) is None or offsets[kind] >= count for kind in KINDS):
         raise CheckpointError(
             f"config.json: offsets must name a row below num_verbalizers ({count}) for each of "
             f"{', '.join(KINDS)}, got {offsets!r:.120}"

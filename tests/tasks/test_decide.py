@@ -156,9 +156,10 @@ def test_a_decision_head_on_other_models(name: str, tmp_path: Path) -> None:
     edit_json(folder / "config.json", offsets={"noul": 0, "score": 2, "choice": 20})
     with pytest.raises(InputError, match="'many' has 26 options, and the head of this mod"):
         bytetx.load(folder, device="cpu").decide(REQUESTS[1:2])
-    edit_json(folder / "config.json", offsets={"noul": 0, "score": 2, "choice": 400})
-    with pytest.raises(CheckpointError, match="offsets must name a row below num_verbalizers"):
-        bytetx.load(folder, device="cpu")
+    for bad in (400, None):
+        edit_json(folder / "config.json", offsets={"noul": 0, "score": 2, "choice": bad})
+        with pytest.raises(CheckpointError, match="offsets must name a row below num_verbalizers"):
+            bytetx.load(folder, device="cpu")
 
 
 BAD: list[tuple[Any, str]] = [
