@@ -46,15 +46,30 @@ class LikelihoodTask:
         """None: only the host knows where texts end, and so which rows are scored."""
         return None
 
+    @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        return self.reduce(transformer.forward(step.batch), step)
+        shared = step.batch.shared
+        if shared is None:
+            return self.reduce(transformer.forward(step.batch), step)
+        # The row of a token says what stands before it, too: each row's token is scored once.
+        batch, tree = shared.batch, shared.batch.tree
+        assert tree is not None
+        before = tree.rows_before()
+        scored = np.flatnonzero(before >= 0)
+        rows, targets = (
+            _to_device(torch.from_numpy(found), batch.device) for found in (before[scored], scored)
+        )
+        found = self.head.log_likelihoods(
+            transformer.forward(batch), batch.input_ids[targets].long(), rows=rows
+        )
+        by_row = found.new_zeros(batch.total_tokens).index_copy_(0, targets, found)
+        seconds = _to_device(_rows_before_a_token(step.requests.seqlens) + 1, batch.device)
+        return (by_row[shared.rows[seconds]],)
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """f32 [tokens that are scored] from the last hidden states."""
-        rows = _rows_before_a_token(step.requests.seqlens)
-        if hidden_states.is_cuda:  # pinned, or the copy would wait for the device
-            rows = rows.pin_memory().to(hidden_states.device, non_blocking=True)
+        rows = _to_device(_rows_before_a_token(step.requests.seqlens), hidden_states.device)
         targets = step.batch.input_ids[rows + 1].long()
         return (self.head.log_likelihoods(hidden_states, targets, rows=rows),)
 
@@ -65,6 +80,11 @@ class LikelihoodTask:
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[Likelihood]:
         pieces = np.split(outputs[0], np.cumsum(_num_scored(step.requests.seqlens))[:-1])
         return [Likelihood(float(piece.sum(dtype=np.float64)), piece) for piece in pieces]
+
+
+def _to_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From pinned memory, or the copy would wait for a GPU."""
+    return rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True)
 
 
 def _num_scored(seqlens: np.ndarray) -> np.ndarray:
