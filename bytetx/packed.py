@@ -166,6 +166,12 @@ class SharedPrefixes:
     kept_rows: tuple[torch.Tensor, ...] = ()
     kept: list[ComputedTokens] = field(default_factory=list)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole tree, those that were computed before among them."""
+        tree = self.batch.tree
+        return self.batch.total_tokens if tree is None else tree.total_keys
+
     def are_kept_finite(self) -> tuple[torch.Tensor, ...]:
         """bool [] each, on the device: whether what a pass kept is finite."""
         return tuple(one.is_finite() for one in self.kept)

@@ -121,18 +121,6 @@ class SequenceTree:
         positions: np.ndarray = (np.arange(self.total_keys) + shift).astype(np.int32)
         return positions
 
-    def rows_before(self) -> np.ndarray:
-        """int64 [total_keys]: the row of the token before each; -1 for a first ancestor's first."""
-        before = np.arange(-1, self.total_keys - 1, dtype=np.int64)
-        last = np.full(len(self), -1, dtype=np.int64)  # token of each sequence and its ancestors
-        for depth in range(MAX_ANCESTORS + 1):
-            chosen = np.where(self._chains[:, depth] >= 0, self._chains[:, depth], 0)
-            holds = (self._chains[:, depth] >= 0) & (self.seqlens[chosen] > 0)
-            last = np.where(holds, self.starts[chosen + 1] - 1, last)
-        begins = self.seqlens > 0
-        before[self.starts[:-1][begins]] = last[begins]
-        return before
-
     def key_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """(rows, cu_keys) of the keys that each sequence with query rows sees, its own last.
 

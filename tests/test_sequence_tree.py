@@ -117,12 +117,3 @@ def test_a_tree_too_deep_is_refused() -> None:
 def test_rows_that_end_inside_of_a_sequence_are_refused(num_rows: int) -> None:
     with pytest.raises(ValueError, match=f"num_rows must end a sequence, got {num_rows}"):
         SequenceTree(np.array([-1, 0]), np.array([3, 3]), num_rows)
-
-
-@given(tree=trees(LENGTHS))
-def test_rows_before(tree: SequenceTree) -> None:
-    before = tree.rows_before()
-    for i in range(len(tree)):
-        path = rows_of(tree, chain(tree, i)).tolist()
-        for place in range(len(path) - int(tree.seqlens[i]), len(path)):
-            assert before[path[place]] == (path[place - 1] if place else -1)

@@ -1,7 +1,7 @@
 """Log-likelihoods of texts under a causal model: one packed forward pass, no generation."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -51,20 +51,16 @@ class LikelihoodTask:
         shared = step.batch.shared
         if shared is None:
             return self.reduce(transformer.forward(step.batch), step)
-        # The row of a token says what stands before it, too: each row's token is scored once.
-        batch, tree = shared.batch, shared.batch.tree
-        assert tree is not None
-        before = tree.rows_before()
-        scored = np.flatnonzero(before >= 0)
-        rows, targets = (
-            _to_device(torch.from_numpy(found), batch.device) for found in (before[scored], scored)
-        )
-        found = self.head.log_likelihoods(
-            transformer.forward(batch), batch.input_ids[targets].long(), rows=rows
-        )
-        by_row = found.new_zeros(batch.total_tokens).index_copy_(0, targets, found)
-        seconds = _to_device(_rows_before_a_token(step.requests.seqlens) + 1, batch.device)
-        return (by_row[shared.rows[seconds]],)
+        # Two tokens in one row have the same ones before them: each row is scored once.
+        ids, rows, num_rows = step.batch.input_ids, shared.rows, shared.num_rows
+        every = torch.arange(max(num_rows, len(rows)), device=rows.device)
+        batch = replace(step.batch, shared=replace(shared, rows=every[:num_rows]))
+        hidden_states = transformer.forward(batch)
+        tokens = every.new_zeros(num_rows).index_copy_(0, rows, every[: len(rows)])
+        before = rows[(tokens - 1).clamp_(min=0)]
+        found = self.head.log_likelihoods(hidden_states, ids[tokens].long(), rows=before)
+        scored = _to_device(_rows_before_a_token(step.requests.seqlens) + 1, rows.device)
+        return (found[rows[scored]],)
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
