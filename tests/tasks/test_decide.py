@@ -3,11 +3,15 @@
 import asyncio
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
+import torch
+import transformers
 from checkpoints import edit_json
 from decisions import (
     REQUESTS,
@@ -360,3 +364,23 @@ def test_a_model_that_decides_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match="no language model head"):
         bytetx.load(save_checkpoint(tmp_path), device="cpu").decide(REQUESTS)
+
+
+@pytest.mark.parametrize("save", [save_decider, partial(save_jev, num_verbalizers=40)])
+def test_an_adapter_in_a_subfolder(save: Any, tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    plain = bytetx.load(folder, device="cpu").decide(REQUESTS[:1])
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    model = getattr(transformers, architecture).from_pretrained(folder)
+    lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"])
+    adapted = peft.get_peft_model(model, lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(folder / "adapter")
+    write_files(folder, adapter="adapter")
+    wanted = assert_same(folder)
+    assert abs(wanted[0]["spam"]["noul"] - plain[0]["spam"]["noul"]) > 1e-3
+    write_files(folder, adapter="elsewhere")
+    with pytest.raises(CheckpointError, match="elsewhere"):
+        bytetx.load(folder, device="cpu")
