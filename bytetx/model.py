@@ -145,8 +145,10 @@ class Model(ModelTasks):
         if prefix_cache_bytes is None:
             prefix_cache_bytes = default_prefix_cache_bytes(checkpoint.device)
         check_not_negative("prefix_cache_bytes", prefix_cache_bytes)
-        # The limit is that of all routes together.
+        # The limit is that of all routes together. Keys of one adapter are not those of another.
         prefix_cache_bytes //= 1 + len(checkpoint.routes)
+        if checkpoint.tasks is not None:
+            prefix_cache_bytes = 0
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
         self.context = TaskContext(checkpoint)
