@@ -192,10 +192,11 @@ class PrefixCache:
                 self._seen.pop()
 
     def clear(self) -> bool:
-        """Drops all prefixes, as where memory is short; False where there are none."""
+        """Drops all prefixes, as where memory is short, and forgets the texts, so that the next
+        pass keeps none; False where there was nothing."""
         with self._lock:
-            had_some = len(self._entries) > 0
-            self._entries, self.num_bytes = _WordTable(), 0
+            had_some = len(self._entries) + len(self._seen) > 0
+            self._entries, self._seen, self.num_bytes = _WordTable(), _WordTable(), 0
         return had_some
 
     def _add(self, word: bytes, computed: ComputedTokens) -> None:

@@ -188,6 +188,7 @@ def test_a_pass_out_of_memory_empties_the_cache(
     monkeypatch.setattr(transformer, "forward", failing)
     found = model.score([[*start, 1]])[0].token_log_likelihoods
     assert np.array_equal(found, wanted[0])
+    assert len(cache_of(model)) == cache_of(model).num_bytes == 0
 
 
 def test_threads_share_a_cache(tmp_path: Path) -> None:
