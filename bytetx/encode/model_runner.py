@@ -21,9 +21,10 @@ from bytetx.runtime import faults
 
 logger = logging.getLogger("bytetx")
 
-# Parameters of a layer times tokens that take a GPU about as long as it takes the host to launch a
-# layer's kernels one by one instead of a graph of them all (90 us at 400 TFLOP/s).
-_LEAST_GPU_WORK = 18 * 10**9
+# Parameters of a layer times tokens that take a GPU about as long as it takes the host to find the
+# prefixes and to launch a layer's kernels one by one instead of a graph of them all (H200, Qwen3
+# 0.6B: 2900 tokens; a cached prefix of 2048 took 13 ms against 7, one of 4096 8 against 12).
+_LEAST_GPU_WORK = 40 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,19 @@ class Runner:
         self.transformer, self.executor, self.device = transformer, executor, device
         # Tokens of which common prefixes have a multiple; 0 where none is shared.
         self.prefix_multiple = transformer.prefix_multiple
+        # Tokens that a step has to save, where it loses its graph for that.
+        self._least_saved = 0
+        if device.type == "cuda" and cuda_graphs and transformer.is_capturable:
+            spec = transformer.spec
+            layer_size = spec.hidden_size * (4 * spec.hidden_size + 3 * spec.intermediate_size)
+            self._least_saved = _LEAST_GPU_WORK // layer_size
         self.prefix_cache: PrefixCache | None = None
         if self.prefix_multiple and prefix_cache_bytes:
-            self.prefix_cache = _prefix_cache(
-                transformer, prefix_cache_bytes, device, self.prefix_multiple
+            self.prefix_cache = PrefixCache(
+                prefix_cache_bytes,
+                bytes_per_token=_bytes_per_token(transformer),
+                multiple=self.prefix_multiple,
+                least_saved=self._least_saved,
             )
         self._queue: CudaQueue | None = None
         if device.type == "cuda":
@@ -208,12 +218,12 @@ class Runner:
             return None, None
         cache, multiple = self.prefix_cache, self.prefix_multiple
         use = None if cache is None else cache.find(requests)
-        if use is None:
-            found = share_prefixes(requests, multiple=multiple)
-        else:
-            found = share_prefixes(
-                requests, multiple=multiple, roots=use.roots, always=len(use.kept) > 0
-            )
+        found = share_prefixes(
+            requests,
+            multiple=multiple,
+            roots=None if use is None else use.roots,
+            least_saved=0 if use is not None and use.kept else max(self._least_saved, 1),
+        )
         prefixes = None if cache is None or use is None else _StepPrefixes(cache, use, found)
         if found is None:
             return None, prefixes
@@ -264,22 +274,11 @@ class Runner:
         return []
 
 
-def _prefix_cache(
-    transformer: Transformer, max_bytes: int, device: torch.device, multiple: int
-) -> PrefixCache:
+def _bytes_per_token(transformer: Transformer) -> int:
+    """Keys and values of all layers, and the last hidden states."""
     spec, blocks = transformer.spec, transformer.blocks
     kv_size = spec.num_layers * 2 * blocks.num_kv_heads * spec.head_dim
-    itemsize = transformer.embeddings.word.element_size()
-    least_saved = 0
-    if device.type == "cuda":
-        layer_size = spec.hidden_size * (4 * spec.hidden_size + 3 * spec.intermediate_size)
-        least_saved = _LEAST_GPU_WORK // layer_size
-    return PrefixCache(
-        max_bytes,
-        bytes_per_token=(kv_size + spec.output_size) * itemsize,
-        multiple=multiple,
-        least_saved=least_saved,
-    )
+    return (kv_size + spec.output_size) * transformer.embeddings.word.element_size()
 
 
 def memory_error(

@@ -111,7 +111,7 @@ class PrefixCache:
         self, max_bytes: int, *, bytes_per_token: int, multiple: int = 1, least_saved: int = 0
     ):
         """multiple: of tokens, that a prefix must have.  least_saved: tokens below which a step
-        takes nothing from the cache."""
+        takes nothing from the cache, and which a prefix has that is kept."""
         self.max_bytes, self._multiple, self._least_saved = max_bytes, multiple, least_saved
         self._most_tokens = max_bytes // bytes_per_token
         self._reset()
@@ -148,7 +148,7 @@ class PrefixCache:
                     roots.setdefault((entry, has), []).append(index)
                 common = min(self._seen.longest(word)[1], most, self._most_tokens)
                 wanted = self._rounded(common)
-                if wanted >= has + MIN_PREFIX_TOKENS:
+                if wanted >= max(has + MIN_PREFIX_TOKENS, self._least_saved):
                     kept.setdefault(word[: _ID_BYTES * wanted], index)
             taken = self._worthwhile(roots)
             computed = tuple(self._entries.use(entry).first(has) for (entry, has), _ in taken)

@@ -77,13 +77,15 @@ class Roots:
 
 
 def share_prefixes(
-    requests: Requests, *, multiple: int = 1, roots: Roots | None = None, always: bool = False
+    requests: Requests, *, multiple: int = 1, roots: Roots | None = None, least_saved: int = 1
 ) -> SharedRows | None:
     """The texts' common prefixes as sequences of their own; None where they are too short.
 
     Each text keeps one token or more for itself.  multiple: of tokens, that a prefix must have.
-    roots: below which the others are.  always: also where nothing is saved.
+    roots: below which the others are.  least_saved: tokens that have to be saved; 0: none, so that
+    there is always a tree.
     """
+    always = least_saved == 0
     if len(requests) < 2 and roots is None and not always:
         return None
     order, shared = _sorted(requests)
@@ -96,7 +98,7 @@ def share_prefixes(
         shared = _in_common(requests, order)
     tree = _Tree(requests.seqlens[order], shared[:-1], multiple, roots, roots.of_texts[order])
     tree.divide()
-    return tree.rows(requests, order, always=always)
+    return tree.rows(requests, order, least_saved=least_saved)
 
 
 class _Tree:
@@ -153,12 +155,13 @@ class _Tree:
     def _end_at_least(self, tokens: int) -> int:
         return -(-tokens // self._multiple) * self._multiple
 
-    def rows(self, requests: Requests, order: np.ndarray, *, always: bool) -> SharedRows | None:
+    def rows(self, requests: Requests, order: np.ndarray, *, least_saved: int) -> SharedRows | None:
         """The tree in the order of its levels, the sequences of one parent together."""
         num_prefixes, num_texts = len(self._prefixes), len(order)
         new = self._prefixes[self._num_roots :]
         saved = int(self._start_of_text.sum()) - sum(end - start for _, start, end, _ in new)
-        if saved * _LEAST_SAVING < requests.total_tokens and not always:
+        is_worth_it = saved >= max(least_saved, requests.total_tokens / _LEAST_SAVING)
+        if least_saved and not is_worth_it:
             return None
         found = np.array(self._prefixes, dtype=np.int64).reshape(-1, 4)
         texts = np.append(found[:, 0], np.arange(num_texts))

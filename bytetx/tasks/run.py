@@ -258,6 +258,8 @@ _WINDOW_FILL = 31 / 32
 # Steps that one window holds at most: enough to order lengths in and to keep the last, partly
 # filled step of a window rare, few enough that streaming stays prompt and memory small.
 MAX_WINDOW_STEPS = 4
+# A step that computes common prefixes once may hold as many times the tokens of another, or more.
+_SHARED_STEPS = 8
 # A result of more texts is put together in a thread.
 _MAX_INLINE_TEXTS = 256
 
@@ -517,6 +519,8 @@ class AsyncRun(CallRun[T]):
         The next window is announced once the one before it is in the queue.
         """
         limit = MAX_WINDOW_STEPS * self._engine.token_budget
+        if self._engine.shares_prefixes:
+            limit *= _SHARED_STEPS
         start, is_first = 0, True
         pull = partial(next, self._windows(), None)
         is_list = isinstance(self.call.texts, list | tuple)
@@ -540,7 +544,8 @@ class AsyncRun(CallRun[T]):
 
     def _windows(self) -> Iterator[tuple[list[Input], int]]:
         """(texts, a guess of their tokens)"""
-        estimate, most = self.call.reader.estimate_tokens, self._max_window_texts
+        most = self._max_window_texts
+        estimate = _estimate_work(self.call.reader, self._engine)
         texts, budget = self.call.texts, self._engine.token_budget
         work = _estimate_work(self.call.reader, self._engine)
         for window in windows(texts, estimate_tokens=work, token_budget=budget):
