@@ -184,7 +184,7 @@ SUITES = {
     "decide": Entry(
         "Texts with common prefixes under a causal model: bytetx, its rows alone, transformers.",
         "decide",
-        ("device",),
+        ("plot", "device"),
     ),
     "generate": Entry(
         "Ragged prompts and answers on a GPU: bytetx, transformers padded and continuous.",

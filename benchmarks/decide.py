@@ -4,6 +4,7 @@ Questions about one state, documents of one query, continuations of one context.
 """
 
 import json
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +90,12 @@ def _measure(shape: Shape, device: str, floor: Callable[[Any], float | None]) ->
     dtype = {"fp32": torch.float32, **DTYPES}[shape.dtype]
     notes = [shape.note] if shape.note else []
     with _checkpoint(shape, dtype) as folder:
-        options = {"device": device, "dtype": dtype, "token_budget": _TOKEN_BUDGET}
+        options = {
+            "device": device,
+            "dtype": dtype,
+            "token_budget": _TOKEN_BUDGET,
+            "prefix_cache_bytes": 0,  # or the second round would find the first one's prefixes
+        }
         model = bytetx.load(folder, batch_invariant=shape.batch_invariant, **options)
         own, alone = _runs(shape, model)
         found = wall_us_in_turn({"ours": own, "unshared": alone}, rounds=_ROUNDS)
@@ -234,11 +240,14 @@ def _measure_pipeline(
     with quiet():
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
+        parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
         ask = pipeline("decision", model=theirs, tokenizer=tokenizer, device=device)
         ask(requests[:1])
         began = time.perf_counter()
         answers = ask(requests)
         seconds = time.perf_counter() - began
+    if parallelism is None:  # pipelines end the parallel work of tokenizers in the whole process
+        os.environ.pop("TOKENIZERS_PARALLELISM", None)
     return seconds, _difference(answers, model.decide(requests))
 
 

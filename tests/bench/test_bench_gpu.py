@@ -48,6 +48,7 @@ SUITES = (
     "text",
     "maxsim",
     "generate",
+    "decide",
 )
 TINY = {
     "hidden_size": 64,
