@@ -335,11 +335,12 @@ class DecisionReader(InputReader):
     name: str = "requests"
 
     def estimate_tokens(self, item: Any) -> int:
-        if isinstance(item, str):
-            return len(item) // 4 + 1
+        if isinstance(item, str):  # each question names its type
+            return max(item.count('"type"'), 1) * len(item) // 4 + 1
         questions = item.get("questions") if isinstance(item, Mapping) else None
         count = len(questions) if isinstance(questions, Mapping) else 1
-        return max(count, 1) * (_num_characters(item) // 4 + 1)
+        own = _num_characters(questions)
+        return (max(count, 1) * (_num_characters(item) - own) + own) // 4 + 1
 
     def estimate_work(self, item: Any, before: Any) -> int:
         """Questions have their state in common."""

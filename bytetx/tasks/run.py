@@ -258,6 +258,9 @@ _WINDOW_FILL = 31 / 32
 # Steps that one window holds at most: enough to order lengths in and to keep the last, partly
 # filled step of a window rare, few enough that streaming stays prompt and memory small.
 MAX_WINDOW_STEPS = 4
+# What is read and not computed, as a common prefix is for each text but one, is admitted as a part
+# of what is computed.
+_READ_PART = 4
 # A step that computes common prefixes once may hold as many times the tokens of another, or more.
 _SHARED_STEPS = 8
 # A result of more texts is put together in a thread.
@@ -544,14 +547,15 @@ class AsyncRun(CallRun[T]):
 
     def _windows(self) -> Iterator[tuple[list[Input], int]]:
         """(texts, a guess of their tokens)"""
-        most = self._max_window_texts
-        estimate = _estimate_work(self.call.reader, self._engine)
+        most, reader = self._max_window_texts, self.call.reader
+        estimate = _estimate_work(reader, self._engine)
         texts, budget = self.call.texts, self._engine.token_budget
         work = _estimate_work(self.call.reader, self._engine)
         for window in windows(texts, estimate_tokens=work, token_budget=budget):
             for first in range(0, len(window), most):
                 piece = window[first : first + most]
-                yield piece, sum(map(estimate, piece))
+                read = sum(map(reader.estimate_tokens, piece)) // _READ_PART
+                yield piece, max(sum(map(estimate, piece)), read)
 
     @property
     def is_dropped(self) -> bool:

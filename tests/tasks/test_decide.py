@@ -28,6 +28,7 @@ from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.errors import CheckpointError, InputError, OptionError, TooLongError
+from bytetx.requests.decisions import DecisionReader
 
 MARKED = (
     "<s>{{ question.type }}: {{ question.instructions | tojson }} {% for option in "
@@ -384,3 +385,14 @@ def test_an_adapter_in_a_subfolder(save: Any, tmp_path: Path) -> None:
     write_files(folder, adapter="elsewhere")
     with pytest.raises(CheckpointError, match="elsewhere"):
         bytetx.load(folder, device="cpu")
+
+
+def test_the_guess_of_a_request_is_that_of_its_prompts(model: bytetx.Model) -> None:
+    """Each question has the state; in a pass all of them have it once."""
+    questions = {f"q{i}": {"type": "noul", "instructions": "y" * 40} for i in range(20)}
+    request = {"state": "x" * 4000, "questions": questions}
+    reader = DecisionReader(model.spec, model.tokenizer)
+    for given in (request, json.dumps(request)):
+        assert 20 * 1000 < reader.estimate_tokens(given) < 30 * 1000
+        assert 1000 < reader.estimate_work(given, given) < 2000
+    assert reader.estimate_tokens({}) >= 1 and reader.estimate_tokens("") >= 1
