@@ -238,8 +238,9 @@ def _measure_pipeline(
 
     requests = _requests(shape)[: shape.pipeline]
     with quiet():
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        theirs = theirs.to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
         ask = pipeline("decision", model=theirs, tokenizer=tokenizer, device=device)
         ask(requests[:1])
