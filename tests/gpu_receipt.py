@@ -34,6 +34,10 @@ class GpuReceipt:
             if item.get_closest_marker("gpu") and not is_real and not has_no_parameters(item):
                 self.why_partial = self.why_partial or f"{item.nodeid} was left out"
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.why_partial = self.why_partial or f"{report.nodeid} could not be collected"
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expected = {item.nodeid for item in session.items if _needs_gpu(item.keywords)}
 
@@ -110,6 +114,7 @@ class WorkerCounts:
         self._config = config
         self._receipt = receipt
         self.pytest_deselected = receipt.pytest_deselected
+        self.pytest_collectreport = receipt.pytest_collectreport
         self.pytest_collection_finish = receipt.pytest_collection_finish
 
     def pytest_sessionfinish(self) -> None:

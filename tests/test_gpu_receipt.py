@@ -96,6 +96,14 @@ def test_a_part_of_a_run_writes_none(
     assert says in plugin.message and bool(says) == bool(plugin.message)
 
 
+def test_a_module_that_cannot_be_collected_makes_a_part(checkout: Path) -> None:
+    plugin = GpuReceipt(None, list, checkout)
+    plugin.pytest_collectreport(SimpleNamespace(nodeid="tests/a.py", failed=False))
+    assert plugin.why_partial is None
+    plugin.pytest_collectreport(SimpleNamespace(nodeid="tests/b.py", failed=True))
+    assert plugin.why_partial == "tests/b.py could not be collected"
+
+
 def test_a_gpu_test_that_is_left_out_makes_a_part(checkout: Path) -> None:
     plugin = GpuReceipt(None, list, checkout)
     for keywords in ({}, {"gpu": 1, "real": 1}, {"gpus": 1}):  # `-m gpu` leaves the last one out
