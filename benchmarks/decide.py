@@ -90,7 +90,7 @@ def _measure(shape: Shape, device: str, floor: Callable[[Any], float | None]) ->
     dtype = {"fp32": torch.float32, **DTYPES}[shape.dtype]
     notes = [shape.note] if shape.note else []
     with _checkpoint(shape, dtype) as folder:
-        options = {
+        options: dict[str, Any] = {
             "device": device,
             "dtype": dtype,
             "token_budget": _TOKEN_BUDGET,
@@ -238,8 +238,10 @@ def _measure_pipeline(
 
     requests = _requests(shape)[: shape.pipeline]
     with quiet():
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
-        theirs = theirs.to(device).eval()
+        theirs: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False
+        )
+        theirs.to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         parallelism = os.environ.get("TOKENIZERS_PARALLELISM")
         ask = pipeline("decision", model=theirs, tokenizer=tokenizer, device=device)
@@ -254,7 +256,7 @@ def _measure_pipeline(
 
 def _difference(theirs: Sequence[Any], ours: Sequence[Any]) -> float:
     return max(
-        abs(answer["noul"] - own[name]["noul"])
+        abs(float(answer["noul"]) - float(own[name]["noul"]))
         for found, own in zip(theirs, ours, strict=True)
         for name, answer in found.items()
     )
