@@ -221,6 +221,7 @@ class Runner:
         found = share_prefixes(
             requests,
             multiple=multiple,
+            words=None if use is None else use.words,
             roots=None if use is None else use.roots,
             least_saved=0 if use is not None and use.kept else max(self._least_saved, 1),
         )

@@ -4,13 +4,19 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from threading import Lock
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from bytetx.encode.prefixes import MIN_PREFIX_TOKENS, Roots, SharedRows, common_length
+from bytetx.encode.prefixes import (
+    ID_BYTES,
+    MIN_PREFIX_TOKENS,
+    Roots,
+    SharedRows,
+    common_length,
+    words_of,
+)
 from bytetx.encode.request import Requests
 from bytetx.packed import ComputedTokens
 from bytetx.runtime.forking import OwnProcess
@@ -19,7 +25,6 @@ from bytetx.runtime.forking import OwnProcess
 _SEEN_BYTES, _MOST_SEEN_TOKENS = 4 << 20, 4096
 # Prefixes of a step at most: those that it takes from the cache, and those that it adds.
 _MOST_ROOTS, _MOST_KEPT = 64, 8
-_ID_BYTES = 4
 
 T = TypeVar("T")
 
@@ -131,15 +136,12 @@ class PrefixCache:
             return None
         if not self._process.is_this:  # another thread of the parent may have held the lock
             self._reset()
-        # 4 bytes each, the highest first, so that bytes compare as ids do.
-        text = requests.token_ids.astype(">i4").tobytes()
-        bounds = (_ID_BYTES * requests.cu_seqlens).tolist()
-        words = [text[start:stop] for start, stop in pairwise(bounds)]
+        words = words_of(requests)
         roots: dict[tuple[bytes, int], list[int]] = {}
         kept: dict[bytes, int] = {}
         with self._lock:
             for index, word in enumerate(words):
-                most = len(word) // _ID_BYTES - 1  # a text's last token is always computed
+                most = len(word) // ID_BYTES - 1  # a text's last token is always computed
                 if most < MIN_PREFIX_TOKENS:
                     continue
                 entry, common = self._entries.longest(word)
@@ -149,7 +151,7 @@ class PrefixCache:
                 common = min(self._seen.longest(word)[1], most, self._most_tokens)
                 wanted = self._rounded(common)
                 if wanted >= max(has + MIN_PREFIX_TOKENS, self._least_saved):
-                    kept.setdefault(word[: _ID_BYTES * wanted], index)
+                    kept.setdefault(word[: ID_BYTES * wanted], index)
             taken = self._worthwhile(roots)
             computed = tuple(self._entries.use(entry).first(has) for (entry, has), _ in taken)
         if not taken:
@@ -175,16 +177,16 @@ class PrefixCache:
         for index, word in enumerate(use.words):
             # Texts that continue a prefix of this step are remembered by that.
             tokens = 0 if found is None else int(found.prefix_lens[index])
-            tokens = min(tokens or len(word) // _ID_BYTES, _MOST_SEEN_TOKENS)
+            tokens = min(tokens or len(word) // ID_BYTES, _MOST_SEEN_TOKENS)
             if tokens > MIN_PREFIX_TOKENS:
-                seen.add(word[: _ID_BYTES * tokens])
+                seen.add(word[: ID_BYTES * tokens])
         with self._lock:
             self.saved_tokens += 0 if found is None else use.saved_tokens
             for (index, tokens), computed, is_finite in zip(
                 use.kept, kept, are_finite, strict=False
             ):
                 if is_finite:
-                    self._add(use.words[index][: _ID_BYTES * tokens], computed)
+                    self._add(use.words[index][: ID_BYTES * tokens], computed)
             for word in seen:
                 if not self._seen.covers(word):
                     self._seen.put(word, None)
@@ -223,13 +225,13 @@ class PrefixCache:
         """The longest of the prefixes to be added; those that others begin with come with them."""
         chosen, left = list[bytes](), self._most_tokens
         for word in sorted(kept, key=len, reverse=True):
-            tokens = len(word) // _ID_BYTES
+            tokens = len(word) // ID_BYTES
             if len(chosen) == _MOST_KEPT:
                 break
             if tokens <= left and not any(longer.startswith(word) for longer in chosen):
                 chosen.append(word)
                 left -= tokens
-        return [(kept[word], len(word) // _ID_BYTES) for word in chosen]
+        return [(kept[word], len(word) // ID_BYTES) for word in chosen]
 
 
 def _ids(word: bytes) -> np.ndarray:

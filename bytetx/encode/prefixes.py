@@ -1,5 +1,6 @@
 """Common prefixes of a causal model's texts: which there are, and a step that has each once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from bytetx.sequence_tree import MAX_ANCESTORS, SequenceTree, rows_of
 
 # Fewer tokens than this in common are computed for each text.
 MIN_PREFIX_TOKENS = 32
+ID_BYTES = 4  # a token id in a word
 # The part of a text that counts as shared, at most: what a step's results take is bounded by it.
 MOST_SHARED = 31 / 32
 # A step is left as it is where sharing saves less than this part of its tokens.
@@ -33,7 +35,7 @@ def prefix_order(requests: Requests) -> PrefixOrder | None:
 
     A group's place is that of its longest text; the texts of no group are in between.
     """
-    order, shared = _sorted(requests)
+    order, shared = _sorted(requests, words_of(requests))
     if not shared.any():
         return None
     starts = np.append(0, np.flatnonzero(shared[:-1] == 0) + 1)
@@ -77,18 +79,23 @@ class Roots:
 
 
 def share_prefixes(
-    requests: Requests, *, multiple: int = 1, roots: Roots | None = None, least_saved: int = 1
+    requests: Requests,
+    *,
+    multiple: int = 1,
+    words: Sequence[bytes] | None = None,
+    roots: Roots | None = None,
+    least_saved: int = 1,
 ) -> SharedRows | None:
     """The texts' common prefixes as sequences of their own; None where they are too short.
 
     Each text keeps one token or more for itself.  multiple: of tokens, that a prefix must have.
-    roots: below which the others are.  least_saved: tokens that have to be saved; 0: none, so that
-    there is always a tree.
+    words: words_of(requests), where they are at hand.  roots: below which the others are.
+    least_saved: tokens that have to be saved; 0: none, so that there is always a tree.
     """
     always = least_saved == 0
     if len(requests) < 2 and roots is None and not always:
         return None
-    order, shared = _sorted(requests)
+    order, shared = _sorted(requests, words_of(requests) if words is None else words)
     if not shared.any() and roots is None and not always:
         return None
     if roots is None:
@@ -193,16 +200,19 @@ class _Tree:
         return SharedRows(tree, kept, tree.rows_of(own), lens)
 
 
-def _sorted(requests: Requests) -> tuple[np.ndarray, np.ndarray]:
+def words_of(requests: Requests) -> list[bytes]:
+    """The token ids of each text in ID_BYTES each, the highest first: bytes compare as ids do."""
+    text = requests.token_ids.astype(">i4").tobytes()
+    bounds = (ID_BYTES * requests.cu_seqlens).tolist()
+    return [text[start:stop] for start, stop in pairwise(bounds)]
+
+
+def _sorted(requests: Requests, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """The texts in the order of their tokens, as words in a dictionary, and what neighbours share.
 
     Returns (texts, tokens in common with the next one), int64 and int32 [num_texts]; less than
     MIN_PREFIX_TOKENS in common are 0.
     """
-    # 4 bytes each, the highest first, so that bytes compare as ids do.
-    text = requests.token_ids.astype(">i4").tobytes()
-    bounds = (4 * requests.cu_seqlens).tolist()
-    words = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
     order = np.array(sorted(range(len(words)), key=words.__getitem__), dtype=np.int64)
     return order, _in_common(requests, order)
 
