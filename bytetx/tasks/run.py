@@ -548,14 +548,17 @@ class AsyncRun(CallRun[T]):
     def _windows(self) -> Iterator[tuple[list[Input], int]]:
         """(texts, a guess of their tokens)"""
         most, reader = self._max_window_texts, self.call.reader
-        estimate = _estimate_work(reader, self._engine)
+        # One for the windows and one for their pieces: each remembers the text before.
+        work, estimate = (_estimate_work(reader, self._engine) for _ in range(2))
         texts, budget = self.call.texts, self._engine.token_budget
-        work = _estimate_work(self.call.reader, self._engine)
         for window in windows(texts, estimate_tokens=work, token_budget=budget):
             for first in range(0, len(window), most):
                 piece = window[first : first + most]
-                read = sum(map(reader.estimate_tokens, piece)) // _READ_PART
-                yield piece, max(sum(map(estimate, piece)), read)
+                tokens = sum(map(estimate, piece))
+                if self._engine.shares_prefixes:
+                    read = sum(map(reader.estimate_tokens, piece))
+                    tokens = max(tokens, read // _READ_PART)
+                yield piece, tokens
 
     @property
     def is_dropped(self) -> bool:
