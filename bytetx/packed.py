@@ -16,6 +16,11 @@ TokenIds = Sequence[int] | np.ndarray
 _MAX_TOKENS = 2**31 - 1
 
 
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The host's tensor on a device; pinned first, or a copy to a GPU would wait for the GPU."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Past:
     """Where the keys and values of a step's sequences lie in the paged cache.

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.ops.linear import prepare_linear
 from bytetx.ops.pooling import largest, pool
+from bytetx.packed import upload
 
 # Logits held at once. A GPU's GEMM needs thousands of rows. On two cores, 4k tokens of BERT-base
 # take 1.5 s with 64 MiB, 2.2 s with 4 MiB and 1.8 s with 512 MiB.
@@ -168,7 +169,7 @@ def _reduce(x: torch.Tensor, seqlens: np.ndarray, *, is_max: bool) -> torch.Tens
     if x.is_cuda:
         cu_seqlens = np.zeros(len(seqlens) + 1, dtype=np.int64)
         np.cumsum(seqlens, out=cu_seqlens[1:])
-        offsets = torch.from_numpy(cu_seqlens).pin_memory().to(x.device, non_blocking=True)
+        offsets = upload(torch.from_numpy(cu_seqlens), x.device)
         if is_max:
             return pool(x, offsets.int(), mode="max", max_seqlen=int(seqlens.max()))
         return torch.segment_reduce(x, "sum", offsets=offsets, axis=0, unsafe=True)

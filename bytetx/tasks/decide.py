@@ -18,6 +18,7 @@ from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.heads import DecisionHead, LmHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import largest
+from bytetx.packed import upload
 from bytetx.requests.decisions import DecisionReader, PromptQuestions, Question
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
@@ -170,9 +171,7 @@ class DecideTask:
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """(f32 [number of questions, number of scores], `largest` of each), in the order of the
         step's prompts, from the last hidden states."""
-        rows = torch.from_numpy(_rows_before_marks(step))
-        if hidden_states.is_cuda:  # pinned, or the copy would wait for the device
-            rows = rows.pin_memory().to(hidden_states.device, non_blocking=True)
+        rows = upload(torch.from_numpy(_rows_before_marks(step)), hidden_states.device)
         scores = self.scorer.scores(hidden_states[rows])
         return scores, largest(scores)
 

@@ -16,6 +16,7 @@ from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.log_softmax import log_softmax
 from bytetx.ops.pooling import largest
+from bytetx.packed import upload
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Fill, Results
@@ -93,9 +94,7 @@ class FillMaskTask:
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """(scores, token ids) [masks, top_k] and f32 [masks], `largest` of the logits."""
         is_mask = step.requests.token_ids == self.tokenizer.mask_token_id
-        rows = torch.from_numpy(np.flatnonzero(is_mask))
-        if hidden_states.is_cuda:  # pinned, or the copy would wait for the device
-            rows = rows.pin_memory().to(hidden_states.device, non_blocking=True)
+        rows = upload(torch.from_numpy(np.flatnonzero(is_mask)), hidden_states.device)
         blocks = hidden_states[rows].split(_MAX_MASK_ROWS)
         columns = zip(*(self._best(block) for block in blocks), strict=True)
         return tuple(map(torch.cat, columns))

@@ -10,6 +10,7 @@ import torch
 from bytetx.encode.step import Step, are_finite
 from bytetx.nn.heads import LmHead
 from bytetx.nn.transformer import Transformer
+from bytetx.packed import upload
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Likelihood, Results
@@ -59,13 +60,13 @@ class LikelihoodTask:
         tokens = every.new_zeros(num_rows).index_copy_(0, rows, every[: len(rows)])
         before = rows[(tokens - 1).clamp_(min=0)]
         found = self.head.log_likelihoods(hidden_states, ids[tokens].long(), rows=before)
-        scored = _to_device(_rows_before_a_token(step.requests.seqlens) + 1, rows.device)
+        scored = upload(_rows_before_a_token(step.requests.seqlens) + 1, rows.device)
         return (found[rows[scored]],)
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """f32 [tokens that are scored] from the last hidden states."""
-        rows = _to_device(_rows_before_a_token(step.requests.seqlens), hidden_states.device)
+        rows = upload(_rows_before_a_token(step.requests.seqlens), hidden_states.device)
         targets = step.batch.input_ids[rows + 1].long()
         return (self.head.log_likelihoods(hidden_states, targets, rows=rows),)
 
@@ -76,11 +77,6 @@ class LikelihoodTask:
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[Likelihood]:
         pieces = np.split(outputs[0], np.cumsum(_num_scored(step.requests.seqlens))[:-1])
         return [Likelihood(float(piece.sum(dtype=np.float64)), piece) for piece in pieces]
-
-
-def _to_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From pinned memory, or the copy would wait for a GPU."""
-    return rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True)
 
 
 def _num_scored(seqlens: np.ndarray) -> np.ndarray:

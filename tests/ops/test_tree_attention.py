@@ -162,7 +162,7 @@ def test_keys_before_a_window_are_not_seen(dtype: torch.dtype, isa: str) -> None
     clean = run(case, isa, window=48)
     poisoned, _ = case.poisoned(0, torch.nan)
     ours = run(poisoned, isa, window=48)
-    assert ours[100:147].isnan().all()  # of the state, whose other rows are in tiles with these
+    assert ours[100:147].isnan().all()  # the state's other rows are in tiles with these
     assert torch.equal(ours[150:], clean[150:])
 
 
