@@ -1,6 +1,7 @@
 """Small random checkpoints that answer decision requests, and requests of every form."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import transformers
 from chat_templates import CHATML
 from checkpoints import save_causal
+from safetensors.torch import save_file
 from tiny_decoders import tiny_decoder
 
 # Four tokens behind those of the tokenizer: transformers adds its two sentinels to a vocabulary.
@@ -39,16 +41,21 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def save_decider(
-    folder: Path, name: str = "qwen3", *, template: str | None = CHATML, **config: object
+    folder: Path,
+    name: str = "qwen3",
+    *,
+    template: str | None = CHATML,
+    labels: Sequence[str] = (*ascii_uppercase, "Yes", "No"),
+    **config: object,
 ) -> Path:
     """A random causal model whose tokenizer has the labels of answers and the tokens of ChatML.
 
-    template: of chats.
+    template: of chats.  labels: that become tokens.
     """
     settings = {"max_position_embeddings": 2048} | config
     save_causal(folder, name, **settings)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([*ascii_uppercase, "Yes", "No", "<|im_start|>", "<|im_end|>"])
+    tokenizer.add_tokens([*labels, "<|im_start|>", "<|im_end|>"])
     tokenizer.chat_template, tokenizer.model_max_length = template, 2000
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
@@ -74,10 +81,69 @@ def save_jev(folder: Path, name: str = "qwen3", **config: object) -> Path:
     return folder
 
 
+def save_codes(
+    folder: Path,
+    name: str = "qwen3",
+    *,
+    num_codes: int = 26,
+    is_trunk: bool = False,
+    **settings: object,
+) -> Path:
+    """A random model of this name with a head in readout.safetensors and decision_config.json.
+
+    is_trunk: saved without its language model head, as its base class.
+    """
+    hidden_size = _save_trunk(folder, name, is_trunk=is_trunk)
+    save_file({"weight": _normal(num_codes, hidden_size)}, folder / "readout.safetensors")
+    codes = [*ascii_uppercase, *(f"A{letter}" for letter in ascii_uppercase)][:num_codes]
+    known = {"codes": codes, "temperature": 1.25, "prompt": "pplx", "pooling": "last"}
+    content = {"format_version": 1, **known, **settings}
+    (folder / "decision_config.json").write_text(json.dumps(content))
+    return folder
+
+
+def save_judge(
+    folder: Path, name: str = "qwen3", *, is_trunk: bool = False, **settings: object
+) -> Path:
+    """A random model of this name with a head in head.safetensors, judge_config.json and
+    calibration.json, and without an adapter."""
+    hidden_size = _save_trunk(folder, name, is_trunk=is_trunk)
+    tensors = {"proj.weight": _normal(34, hidden_size), "proj.bias": _normal(34)}
+    save_file(tensors, folder / "head.safetensors")
+    slots = {
+        "num_slots": 34,
+        "verbalizers": ["F", "T", *"012345", *ascii_uppercase],
+        "ranges": {"noul": [0, 2], "score": [2, 8], "choice": [8, 34]},
+        "template_version": "bare-v1",
+    }
+    content = {"slots": slots, "softcap": 30.0, "adapter_subfolder": None, **settings}
+    (folder / "judge_config.json").write_text(json.dumps(content))
+    temperatures = {"per_kind": {"noul": 1.5, "choice": 0.75, "score": 1.0}, "rows": 7}
+    (folder / "calibration.json").write_text(json.dumps(temperatures))
+    return folder
+
+
+def _save_trunk(folder: Path, name: str, *, is_trunk: bool) -> int:
+    """The hidden size. Single letters are no tokens: prompts that name some have them as text."""
+    save_decider(folder, name, template=None, labels=())
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    if is_trunk:
+        model.base_model.save_pretrained(folder)
+    torch.manual_seed(3)
+    hidden_size: int = model.config.hidden_size
+    return hidden_size
+
+
+def _normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape) * 0.3
+
+
 def stock_pipeline(folder: Path) -> transformers.DecisionPipeline:
     """transformers' pipeline. The model is loaded by its class: from a folder alone, the pipeline
     makes a decision head of gigabytes for a Qwen2 that has none."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    if (folder / "decision_config.json").exists() or (folder / "judge_config.json").exists():
+        architecture = "JevForDecision"
     model = getattr(transformers, architecture).from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return transformers.pipeline("decision", model=model, tokenizer=tokenizer, device="cpu")

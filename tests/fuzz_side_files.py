@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from checkpoints import HIDDEN_SIZE, make_tokenizer, save_sentence_model
-from decisions import REQUESTS, save_jev
+from decisions import REQUESTS, save_jev, save_judge
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
 from tiny_decoders import tiny_decoder
@@ -60,7 +60,8 @@ class Target:
 
 
 def targets(folder: Path) -> Iterator[Target]:
-    """An encoder that sentence-transformers saved, a causal model of several shards, a decider."""
+    """An encoder that sentence-transformers saved, a causal model of several shards, a decider, and
+    one whose head lies beside its trunk."""
     modules = [
         Pooling(HIDDEN_SIZE, "mean"),
         Dense(HIDDEN_SIZE, 16),
@@ -86,6 +87,9 @@ def targets(folder: Path) -> Iterator[Target]:
         "{{ state | tojson }}{% for q in questions %}{{ q.name }}:<|mark|>{% endfor %}"
     )
     yield Target(decider, _decide)
+    judge = save_judge(folder / "judge")
+    (judge / "decision.json").write_text(json.dumps({"temperature": {"choice": 2.0}}))
+    yield Target(judge, _decide)
 
 
 def _embed(folder: Path, name: str) -> None:

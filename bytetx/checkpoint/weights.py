@@ -245,15 +245,21 @@ class Weights(Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self, folder: Path, spec: ModelSpec, *, on_tensor: Callable[[], None] | None = None
+        self,
+        folder: Path,
+        spec: ModelSpec,
+        *,
+        beside: Sequence[str] = (),
+        on_tensor: Callable[[], None] | None = None,
     ):
         """Raises CheckpointError for files that are absent, damaged or contradict each other.
 
+        beside: names of more files, which hold what is not the model's own.
         on_tensor: called before each tensor is read; what it raises ends the reading.
         """
         self._saved: dict[str, SavedTensor] = {}
         num_tensors = 0
-        for path in weight_files(folder, spec):
+        for path in [*weight_files(folder, spec), *(folder / name for name in beside)]:
             header = read_header(path)
             num_tensors += len(header)
             if num_tensors > _MAX_TENSORS:

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from bytetx.checkpoint.decision_files import DecisionHeadSpec
+from bytetx.checkpoint.decision_heads import DecisionHeadSpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError
 from bytetx.nn.heads import (
@@ -47,8 +47,13 @@ def load_heads(
     """The head that `architectures` names; where it names none, those whose tensors are there.
 
     may_lack: sentence-transformers saves a model without its head and leaves the name of the class
-    that it was trained from.
+    that it was trained from.  A decision head beside a trunk comes with those of the trunk.
     """
+    if decision is not None and decision.file is not None:
+        trunk = load_heads(
+            spec, load, transformer, may_lack=True, decision=None, label_ids=label_ids
+        )
+        return replace(trunk, decision=load_decision(spec, load, decision))
     blocks = transformer.blocks
 
     def lm() -> LmHead | None:
@@ -59,7 +64,7 @@ def load_heads(
         return load_masked_lm(spec, load, blocks=blocks)
 
     architecture = spec.architectures[0] if spec.architectures else ""
-    load_heads: dict[str, tuple[str, Callable[[], Heads]]] = {
+    heads_by_ending: dict[str, tuple[str, Callable[[], Heads]]] = {
         "ForSequenceClassification": (
             "sequence",
             lambda: Heads(sequence=load_sequence_classification(spec, load)),
@@ -80,8 +85,8 @@ def load_heads(
     }
     # The text model of a multimodal checkpoint, saved beside other models.
     if "lm" in spec.heads:
-        load_heads["ForConditionalGeneration"] = load_heads["ForCausalLM"]
-    for ending, (kind, load_head) in load_heads.items():
+        heads_by_ending["ForConditionalGeneration"] = heads_by_ending["ForCausalLM"]
+    for ending, (kind, load_head) in heads_by_ending.items():
         if architecture.endswith(ending):
             heads = load_head()
             if kind == "lm" and spec.is_bidirectional:  # it was trained from a causal model

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bytetx.checkpoint.decision_files import DecisionHeadSpec
+from bytetx.checkpoint.decision_heads import DecisionHeadSpec
 from bytetx.checkpoint.spec import HeadSpec, ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
@@ -371,15 +371,24 @@ def _lm_head(
 def load_decision(
     spec: ModelSpec, load: TensorLoader, head: DecisionHeadSpec | None
 ) -> DecisionHead | None:
-    """The head of a ...ForDecision checkpoint, or None where the config or the weights have none.
-
-    A head without a bias (those that were trained for vLLM) has none here.
+    """The decision head, or None where the config or, but for a file of its own, the weights have
+    none.  A head without a bias (those that were trained for vLLM) has none here.
     """
-    names = ("weight", "proj.weight")  # save_pretrained writes the first
+    names = ("weight", "proj.weight")  # save_pretrained and readout.safetensors have the first
     name = next((name for name in names if name in load.tensors), None)
-    if head is None or name is None:
+    if head is None or (name is None and head.file is None):
         return None
-    weight = load.tensor(name, (head.num_verbalizers, spec.output_size))
+    if name is None:
+        raise CheckpointError(
+            f"{head.file}.safetensors holds no {' or '.join(names)}, the matrix of a decision head"
+        )
+    shape = (head.num_verbalizers, spec.output_size)
+    if head.file is not None and (saved := tuple(load.tensors[name].shape)) != shape:
+        raise CheckpointError(
+            f"{head.file}.safetensors: {name} has shape {saved}, and the files beside it imply "
+            f"{shape}; it is the head of another model"
+        )
+    weight = load.tensor(name, shape)
     has_bias = "proj.bias" in load.tensors
     bias = load.tensor("proj.bias", (head.num_verbalizers,)) if has_bias else None
     return DecisionHead(load.linear_from(weight, bias), head.offsets, head.softcap)

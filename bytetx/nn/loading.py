@@ -13,10 +13,10 @@ import torch
 
 from bytetx.arguments import DTYPE_ALIASES
 from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
-from bytetx.checkpoint.decision_files import (
-    DecisionConfig,
+from bytetx.checkpoint.decision_files import DecisionConfig, read_decision_config
+from bytetx.checkpoint.decision_heads import (
     DecisionHeadSpec,
-    read_decision_config,
+    check_mask,
     read_decision_head,
     trunk_config,
 )
@@ -210,10 +210,10 @@ def _load(
     on_tensor: Callable[[], None] | None,
 ) -> LoadedCheckpoint:
     device = resolve_device(device)
-    config, spec = _read_spec(sentence, families)
-    decisions = read_decision_config(sentence.folder)
+    config, spec, head = _read_spec(sentence, families)
+    decisions = _read_decisions(sentence, head)
     tokenizer = _load_tokenizer(sentence, spec)
-    weights = _open_weights(sentence, spec, decisions.adapter, on_tensor=on_tensor)
+    weights = _open_weights(sentence, spec, head, decisions.adapter, on_tensor=on_tensor)
     quantization = wanted_quantization(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=_preferred_dtype(spec, weights.dtype))
     check_fits(weights.num_parameters, dtype, device, parts=_num_parts(spec, blocks))
@@ -236,7 +236,7 @@ def _load(
         quantization=quantization,
         may_lack_head=sentence.is_declared,
         batch_invariant=batch_invariant,
-        decision_head=read_decision_head(config),
+        decision_head=head,
         label_ids=_label_ids(sentence, spec, tokenizer, decisions),
     )
     modules, token_modules, token_weight = _load_sentence_parts(
@@ -277,11 +277,19 @@ def _load(
 
 def _read_spec(
     sentence: SentenceSpec, families: Families | None
-) -> tuple[dict[str, Any], ModelSpec]:
-    """(config.json, spec) of the transformer, of an adapter's base model where there is one."""
+) -> tuple[dict[str, Any], ModelSpec, DecisionHeadSpec | None]:
+    """(config.json, spec, decision head) of the transformer, of an adapter's base model where there
+    is one."""
     families, config = families or read_families(), load_config(sentence.folder)
     refuse_own_code(sentence.folder, config, families)
-    return config, build_spec(trunk_config(config), families)
+    head = read_decision_head(sentence.folder, config)
+    spec = build_spec(trunk_config(config, head), families)
+    check_mask(head, family=spec.family, is_causal=spec.is_causal)
+    return config, spec, head
+
+
+def _read_decisions(sentence: SentenceSpec, head: DecisionHeadSpec | None) -> DecisionConfig:
+    return read_decision_config(sentence.folder, {} if head is None else head.settings)
 
 
 def _load_sentence_parts(
@@ -326,12 +334,15 @@ def _num_parts(spec: ModelSpec, blocks: Blocks | None) -> int:
 def _open_weights(
     sentence: SentenceSpec,
     spec: ModelSpec,
+    head: DecisionHeadSpec | None,
     adapter: str | None,
     *,
     on_tensor: Callable[[], None] | None,
 ) -> Weights:
-    """adapter: the subfolder of the LoRA that decision.json names."""
-    weights = Weights(sentence.folder, spec, on_tensor=on_tensor)
+    """head: that of decide, which may lie in a file of its own.
+    adapter: the subfolder of the LoRA that the decision files name."""
+    beside = [] if head is None or head.file is None else [f"{head.file}.safetensors"]
+    weights = Weights(sentence.folder, spec, beside=beside, on_tensor=on_tensor)
     if sentence.adapter is not None:
         merge_lora(sentence.adapter, weights, spec)
     if adapter is not None:
@@ -469,16 +480,16 @@ def load_shard(
     families: None are those of models/.  on_tensor: called before each tensor is read.
     """
     sentence = load_sentence_spec(folder)
-    config, spec = _read_spec(sentence, families)
-    adapter = read_decision_config(sentence.folder).adapter
+    _, spec, head = _read_spec(sentence, families)
+    adapter = _read_decisions(sentence, head).adapter
     return _load_model(
         spec,
-        _open_weights(sentence, spec, adapter, on_tensor=on_tensor),
+        _open_weights(sentence, spec, head, adapter, on_tensor=on_tensor),
         dtype=dtype,
         device=device,
         blocks=blocks,
         may_lack_head=sentence.is_declared,
-        decision_head=read_decision_head(config),
+        decision_head=head,
     )
 
 

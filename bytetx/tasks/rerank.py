@@ -108,7 +108,9 @@ def _has_card(context: TaskContext) -> bool:
     """Whether the prompts are those of a reranker's model card or of LogitScore."""
     if context.checkpoint.sentence.logit_score is not None:
         return True
-    return context.heads.lm is not None and context.spec.family in YES_NO_FAMILIES
+    heads = context.heads
+    is_chat_model = heads.lm is not None and heads.decision is None
+    return is_chat_model and context.spec.family in YES_NO_FAMILIES
 
 
 def _is_slow(

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from cli_runs import Bytetx
-from decisions import REQUESTS, SPAM, TONE, URGENCY, assert_same_answers, save_decider
+from decisions import REQUESTS, SPAM, TONE, URGENCY, assert_same_answers, save_decider, save_judge
 from tiny import one_thread  # noqa: F401  (autouse)
 
 from bytetx import load
@@ -122,6 +122,25 @@ def test_calibrate(bytetx: Bytetx, tmp_path: Path) -> None:
     assert bytetx("decide", "--calibrate", "labelled.jsonl", "-m", folder).code == 0
     fitted = load(folder, device="cpu").checkpoint.decisions
     assert dict(fitted.temperature) == written["temperature"]
+
+
+def test_a_head_beside_a_trunk_is_calibrated(bytetx: Bytetx, tmp_path: Path) -> None:
+    """Temperatures of the types that are not asked stay those of the head's own file."""
+    folder = save_judge(tmp_path / "model")
+    rows = [
+        {"state": f"fox {n}", "questions": {"a": SPAM}, "answers": {"a": n % 3 == 0}}
+        for n in range(30)
+    ]
+    write_lines("labelled.jsonl", rows)
+    ran = bytetx("decide", "--calibrate", "labelled.jsonl", "-m", folder)
+    assert ran.code == 0, ran.err
+    written = json.loads((folder / "decision.json").read_text())["temperature"]
+    model = load(folder, device="cpu")
+    assert written.keys() == {"noul"} and written["noul"] != 1.5
+    assert dict(model.checkpoint.decisions.temperature) == {"choice": 0.75, "score": 1.0, **written}
+    write_lines("r.jsonl", REQUESTS[:2])
+    ran = bytetx("decide", "r.jsonl", "-m", folder)
+    assert_same_answers([row["answers"] for row in ran.rows], list(model.decide(REQUESTS[:2])))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,21 @@
 """POST /v1/systemone and /v1/decisions give the answers of Model.decide, and its errors."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from decisions import REQUESTS, SPAM, TONE, URGENCY, assert_same_answers, save_decider, stock
+from decisions import (
+    REQUESTS,
+    SPAM,
+    TONE,
+    URGENCY,
+    assert_same_answers,
+    save_codes,
+    save_decider,
+    save_judge,
+    stock,
+)
 from serving import InProcess
 
 from bytetx.serve.loading import load_models
@@ -37,6 +48,16 @@ def test_systemone(decider: InProcess, folder: Path) -> None:
         assert found["usage"]["input_tokens"] > 10 and found["usage"]["output_tokens"] == 0
         assert decider.post("/v1/decisions", body).json()["answers"] == found["answers"]
     assert decider.get("/info").json()["batch_invariant"] is True
+
+
+@pytest.mark.parametrize("save", [save_codes, save_judge])
+def test_heads_beside_a_trunk(save: Callable[..., Path], tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    settings = ServeSettings(models=model_sources([f"m={folder}"]))
+    server = InProcess(settings, load_models(settings))
+    body = {"state": STATE, "questions": REQUESTS[0]["questions"]}
+    found = server.post("/v1/systemone", body).json()["answers"]
+    assert_same_answers(found, stock(folder, [body])[0])
 
 
 def test_states_that_requests_share_are_kept(folder: Path) -> None:

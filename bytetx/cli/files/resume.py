@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bytetx.checkpoint.decision_heads import DECISION_FILES
 from bytetx.checkpoint.families import check_families
 from bytetx.checkpoint.sentence_files import TRANSFORMER_FILES
 from bytetx.checkpoint.tokenizer_files import TOKENIZER_FILES
@@ -159,7 +160,7 @@ _SIDE_NAMES = {
     "adapter_config.json",
     "config.json",
     "config_sentence_transformers.json",
-    "decision.json",
+    *DECISION_FILES,
     "generation_config.json",
     "modules.json",
     "router_config.json",
