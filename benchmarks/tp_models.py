@@ -13,7 +13,7 @@ from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.kv_cache import KvCache, allocate_cache
-from bytetx.nn.layer import LayerWeights
+from bytetx.nn.layer import DenseFeedForward, LayerWeights
 from bytetx.nn.layers import Layers
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.sharded_blocks import ShardedBlocks
@@ -182,9 +182,10 @@ def _layer(spec: ModelSpec, blocks: Blocks, like: Tensor) -> LayerWeights:
         qkv=weight((heads + 2 * kv_heads) * spec.head_dim, hidden, has_bias="qkv" in biases),
         attn_out=out(hidden, heads * spec.head_dim, has_bias="attn_out" in biases),
         attn_norm=_norm(spec, like),
-        ffn_in=ffn_in,
-        ffn_out=out(hidden, inner, has_bias="ffn_out" in biases),
         ffn_norm=_norm(spec, like),
+        feed_forward=DenseFeedForward(
+            ffn_in, out(hidden, inner, has_bias="ffn_out" in biases), spec.activation
+        ),
     )
 
 

@@ -118,18 +118,18 @@ class ModelSpec:
         """
         if not self.num_layer_groups:
             stems = dict(self.layer)
-            if self.has_experts(layer) and self.experts is not None:
+            if (experts := self.experts_of(layer)) is not None:
                 stems = {key: stem for key, stem in stems.items() if key not in FFN_LINEARS}
-                stems |= self.experts.layer
+                stems |= experts.layer
             return {key: stem.replace("{i}", str(layer)) for key, stem in stems.items()}
         repeat, inner = divmod(layer, self.layers_per_group)
         repeats = self.num_layers // self.layers_per_group
         group = repeat * self.num_layer_groups // repeats
         return {key: stem.format(group=group, inner=inner) for key, stem in self.layer.items()}
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether the layer's feed-forward is a mixture of experts."""
-        return self.experts is not None and self.experts.pattern[layer]
+    def experts_of(self, layer: int) -> ExpertSpec | None:
+        """The experts that a layer's feed-forward mixes; None where it is dense."""
+        return self.experts if self.experts is not None and self.experts.pattern[layer] else None
 
     @property
     def extra_layer(self) -> str:
@@ -168,7 +168,7 @@ class ModelSpec:
         """Bytes of activations and ids that a forward pass of `total_tokens` holds at its peak.
 
         Both halves of a layer hold x, and its normalized rows unless the layers are post-norm; a
-        parallel layer's feed-forward the output of attention, too.  Attention adds qkv and its
+        parallel layer's feed-forward the attention's half, too.  Attention adds qkv and its
         output, the feed-forward the inner rows, a gated one its gates and values as well, before
         and after they are multiplied.  Behind them are the sum and, unless it takes the sum's
         place, its norm.  The embedding holds its sum and what it is projected to.  Five ids a
@@ -184,7 +184,8 @@ class ModelSpec:
             case "pre" | "output":
                 before, behind = 2 * hidden, 4 * hidden
             case _:  # parallel
-                before, behind = 2 * hidden + attended, 5 * hidden + attended
+                half = max(attended, hidden)
+                before, behind = 2 * hidden + half, 5 * hidden + half
         gated = 4 if self.is_gated else 1
         row = max(
             before + qkv + attended,

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import Rows
+from bytetx.nn.layer import Rows
 from bytetx.nn.sharded_blocks import ShardedBlocks, ShardedRows
 from bytetx.ops.linear import taken
 from bytetx.ops.norm import RowNorm
@@ -13,7 +13,7 @@ from bytetx.parallel.tp import AxisGroups
 
 
 class FeatureBlocks(ShardedBlocks):
-    """The calls of LocalBlocks where each x rank has some hidden features of every row.
+    """The calls of LocalRows where each x rank has some hidden features of every row.
 
     Embeddings are whole on every x rank, and so is attention: x saves products, not these.
     """

@@ -73,15 +73,19 @@ class Fp8Norm(LayerNorm):
 def quantize(w: LayerWeights, is_last: bool) -> LayerWeights:
     """A layer of a model that check lets pass; plain weights come in, f16 or bf16."""
     assert w.attn_norm is not None and w.ffn_norm is not None  # those of post-norm layers
-    qkv, _, ffn_in, ffn_out = w.linears
-    inner_scale = inner_bound(ffn_in.dense, w.attn_norm) * _MARGIN / FP8_MAX
-    out = _quantized(ffn_out)
+    inner_scale = inner_bound(w.feed_forward.linears[0].dense, w.attn_norm) * _MARGIN / FP8_MAX
+
+    def quantized_out(out: Weight) -> Fp8LinearWeight:
+        plain = _quantized(out)
+        return replace(plain, scale=plain.scale * inner_scale)
+
     return replace(
         w,
-        qkv=_quantized(qkv),
+        qkv=_quantized(w.qkv),
         attn_norm=_fp8_norm(w.attn_norm),
-        ffn_in=replace(_quantized(ffn_in), out_scale=inner_scale),
-        ffn_out=replace(out, scale=out.scale * inner_scale),
+        feed_forward=w.feed_forward.mapped(
+            lambda first: replace(_quantized(first), out_scale=inner_scale), quantized_out
+        ),
         # No GEMM reads the rows of the last layer's norm: it needs no E4M3 copy.
         ffn_norm=w.ffn_norm if is_last else _fp8_norm(w.ffn_norm),
     )

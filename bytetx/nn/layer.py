@@ -1,12 +1,17 @@
-"""LayerWeights: what one layer multiplies, norms and adds, whatever kinds its weights are."""
+"""A layer: its weights, its feed-forward half, and what its linear layers do with rows.
+
+bytetx/nn/sharded_blocks.py has the rows of layers that the ranks of a group share.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-import torch
+from torch import Tensor
 
-from bytetx.ops.experts import ExpertsWeight
-from bytetx.ops.linear import LinearWeight
+from bytetx.ops.embedding import embed
+from bytetx.ops.experts import ExpertsWeight, run_experts
+from bytetx.ops.linear import LinearWeight, fuses_residual
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 
@@ -19,50 +24,378 @@ class LayerWeights:
     qkv: Weight  # rows of q, then k, then v, unless Layers.is_interleaved
     attn_out: Weight
     attn_norm: RowNorm | None  # None as well where the first of pre-norm layers has none
-    ffn_in: Weight | None  # this and ffn_out are None where the layer has experts
-    ffn_out: Weight | None
     ffn_norm: RowNorm | None
+    feed_forward: "FeedForward"
     q_norm: RowNorm | None = None
     k_norm: RowNorm | None = None
-    # Norms of a block's output, before the residual is added.
+    # The norm of the attention's output, before the residual is added.
     attn_out_norm: RowNorm | None = None
-    ffn_out_norm: RowNorm | None = None
     # Position projections of disentangled attention, [num_buckets, num_heads, head_dim] each.
-    pos_k: torch.Tensor | None = None
-    pos_q: torch.Tensor | None = None
-    experts: ExpertsWeight | None = None
+    pos_k: Tensor | None = None
+    pos_q: Tensor | None = None
 
     @property
     def linears(self) -> tuple[Weight, ...]:
         """Its linear layers but those of experts, in the order in which they run."""
-        found = (self.qkv, self.attn_out, self.ffn_in, self.ffn_out)
-        return tuple(w for w in found if w is not None)
+        return (self.qkv, self.attn_out, *self.feed_forward.linears)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights that this process holds of it, without norms."""
-        return sum(w.num_bytes for w in (*self.linears, self.experts) if w is not None)
+        return self.qkv.num_bytes + self.attn_out.num_bytes + self.feed_forward.num_bytes
 
     def converted(self, convert: Callable[[LinearWeight], Weight]) -> "LayerWeights":
         """The same layer, with convert(matrix) in place of each weight's matrix."""
-
-        def one(w: Weight) -> Weight:
-            return w.with_matrix(convert(w.dense))
-
-        experts = None if self.experts is None else self.experts.converted(convert)
-        return replace(self._mapped(one, one), experts=experts)
+        return replace(
+            self,
+            qkv=self.qkv.with_matrix(convert(self.qkv.dense)),
+            attn_out=self.attn_out.with_matrix(convert(self.attn_out.dense)),
+            feed_forward=self.feed_forward.converted(convert),
+        )
 
     def shard(self, hidden: range) -> "LayerWeights":
         """The same layer, reading and adding some of the hidden features; it has no experts."""
-        return self._mapped(lambda w: w.shard(inputs=hidden), lambda w: w.shard(outputs=hidden))
-
-    def _mapped(
-        self, first: Callable[[Weight], Weight], last: Callable[[Weight], Weight]
-    ) -> "LayerWeights":
         return replace(
             self,
-            qkv=first(self.qkv),
-            attn_out=last(self.attn_out),
-            ffn_in=None if self.ffn_in is None else first(self.ffn_in),
-            ffn_out=None if self.ffn_out is None else last(self.ffn_out),
+            qkv=self.qkv.shard(inputs=hidden),
+            attn_out=self.attn_out.shard(outputs=hidden),
+            feed_forward=self.feed_forward.mapped(
+                lambda w: w.shard(inputs=hidden), lambda w: w.shard(outputs=hidden)
+            ),
         )
+
+
+class FeedForward(Protocol):
+    """A feed-forward half of any kind; a kind is a frozen dataclass with these members.
+
+    linears: its linear layers, as many inputs or outputs of which are hidden features as a layer's
+    others have; experts have none.
+    num_bytes: of the weights that this process holds of it.
+    """
+
+    @property
+    def linears(self) -> tuple[Weight, ...]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def converted(self, convert: Callable[[LinearWeight], Weight]) -> "FeedForward":
+        """The same half, with convert(matrix) in place of each weight's matrix."""
+        ...
+
+    def mapped(
+        self, first: Callable[[Weight], Weight], out: Callable[[Weight], Weight]
+    ) -> "FeedForward":
+        """The same half, with first(w) and out(w) in place of its two linear layers.
+
+        Raises TypeError where it has experts.
+        """
+        ...
+
+    def run(
+        self,
+        h: Tensor,
+        x: Tensor,
+        norm: RowNorm | None,
+        step: "RowPass",
+        *,
+        partial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As RowPass.add_and_norm, of the half's result for h.
+
+        partial: the attention's half of a parallel layer, which is added, too.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DenseFeedForward:
+    """Two linear layers; activation: between them.  out_norm: of the result, before it is added."""
+
+    first: Weight
+    out: Weight
+    activation: str
+    out_norm: RowNorm | None = None
+
+    @property
+    def linears(self) -> tuple[Weight, ...]:
+        return self.first, self.out
+
+    @property
+    def num_bytes(self) -> int:
+        return self.first.num_bytes + self.out.num_bytes
+
+    def converted(self, convert: Callable[[LinearWeight], Weight]) -> "DenseFeedForward":
+        def one(w: Weight) -> Weight:
+            return w.with_matrix(convert(w.dense))
+
+        return self.mapped(one, one)
+
+    def mapped(
+        self, first: Callable[[Weight], Weight], out: Callable[[Weight], Weight]
+    ) -> "DenseFeedForward":
+        return replace(self, first=first(self.first), out=out(self.out))
+
+    def run(
+        self,
+        h: Tensor,
+        x: Tensor,
+        norm: RowNorm | None,
+        step: "RowPass",
+        *,
+        partial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if step.pause is not None:
+            step.pause()
+        inner = step.rows.column_parallel(h, self.first, activation=self.activation)
+        return step.add_and_norm(inner, self.out, x, norm, self.out_norm, partial=partial)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFeedForward:
+    """A mixture of experts.
+
+    Every rank routes all rows alike, and sums its features of each row's experts.
+    """
+
+    experts: ExpertsWeight
+    activation: str
+    out_norm: RowNorm | None = None
+
+    @property
+    def linears(self) -> tuple[Weight, ...]:
+        return ()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.experts.num_bytes
+
+    def converted(self, convert: Callable[[LinearWeight], Weight]) -> "ExpertFeedForward":
+        return replace(self, experts=self.experts.converted(convert))
+
+    def mapped(
+        self, first: Callable[[Weight], Weight], out: Callable[[Weight], Weight]
+    ) -> "ExpertFeedForward":
+        raise TypeError("experts are not two linear layers")
+
+    def run(
+        self,
+        h: Tensor,
+        x: Tensor,
+        norm: RowNorm | None,
+        step: "RowPass",
+        *,
+        partial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        rows = step.rows
+        summed = run_experts(rows.gather(h), self.experts, activation=self.activation)
+        if partial is not None:
+            summed += partial
+        mixed = rows.sum_ranks(summed).to(x.dtype)
+        if self.experts.bias is not None:
+            mixed += self.experts.bias
+        if self.out_norm is not None:
+            mixed = rows.norm(mixed, self.out_norm)
+        h, x = rows.norm_sum(mixed, residual=x, norm=norm)
+        return (h, h) if step.is_post else (h, x)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPass:
+    """The rows of a pass, and how both halves of a layer end.
+
+    is_post: whether what the next linear layer reads, the norm of the sum, is the residual, too.
+    pause: called before each linear layer; None: nothing is.
+    """
+
+    rows: "Rows"
+    is_post: bool
+    pause: Callable[[], None] | None
+
+    def add_and_norm(
+        self,
+        y: Tensor,
+        w: Weight,
+        x: Tensor,
+        norm: RowNorm | None,
+        output_norm: RowNorm | None,
+        *,
+        partial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(what the next linear layer reads, the residual) after y @ w.T + bias + x (+ partial).
+
+        output_norm: of y @ w.T + bias, before x is added.
+        """
+        if self.pause is not None:
+            self.pause()
+        if output_norm is not None:
+            return self.rows.row_parallel_output_norm(
+                y, w, residual=x, output_norm=output_norm, norm=norm
+            )
+        assert norm is not None  # only layers with output norms may lack it
+        if self.is_post:
+            x = self.rows.row_parallel_post_norm(y, w, residual=x, norm=norm)
+            return x, x
+        return self.rows.row_parallel(y, w, residual=x, norm=norm, partial=partial)
+
+
+class Rows(Protocol):
+    """The rows of one pass; LocalRows says what each method does."""
+
+    def local(self, x: Tensor) -> Tensor: ...
+
+    def enter(self, x: Tensor) -> Tensor: ...
+
+    def gather(self, x: Tensor) -> Tensor: ...
+
+    def embed(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        *,
+        word: Tensor,
+        position: Tensor | None = None,
+        token_type: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+        eps: float = 1e-12,
+        inputs_embeds: Tensor | None = None,
+        bad_ids: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor: ...
+
+    def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor: ...
+
+    def row_parallel(
+        self,
+        x: Tensor,
+        w: Weight,
+        *,
+        residual: Tensor,
+        norm: RowNorm,
+        partial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def row_parallel_post_norm(
+        self, x: Tensor, w: Weight, *, residual: Tensor, norm: RowNorm
+    ) -> Tensor: ...
+
+    def row_parallel_output_norm(
+        self,
+        x: Tensor,
+        w: Weight,
+        *,
+        residual: Tensor,
+        output_norm: RowNorm,
+        norm: RowNorm | None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def norm(self, x: Tensor, norm: RowNorm) -> Tensor: ...
+
+    def norm_sum(
+        self, x: Tensor, *, residual: Tensor, norm: RowNorm | None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def sum_ranks(self, partial: Tensor) -> Tensor: ...
+
+    def norm_projections(
+        self, q: Tensor, k: Tensor, q_norm: RowNorm, k_norm: RowNorm
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class LocalRows:
+    """Rows that are all in this process; one object serves every pass."""
+
+    embed = staticmethod(embed)
+
+    def begin(self, total_tokens: int) -> Rows:
+        return self
+
+    def gather_vocab(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def local(self, x: Tensor) -> Tensor:
+        """This rank's rows of x, which every rank has."""
+        return x
+
+    def enter(self, x: Tensor) -> Tensor:
+        """This rank's hidden features of embedded rows, which the layers read."""
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All rows with all features, from every rank's shard."""
+        return x
+
+    def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
+        """The first linear layer of a half: all rows, this rank's outputs."""
+        return w.matmul(x, activation=activation)
+
+    def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor:
+        """The attention's half of a parallel layer, which row_parallel adds to the other."""
+        return w.matmul(x)
+
+    def row_parallel(
+        self,
+        x: Tensor,
+        w: Weight,
+        *,
+        residual: Tensor,
+        norm: RowNorm,
+        partial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(h), h) of h = x @ w.T + bias + residual (+ partial), of the rows of residual.
+
+        The residual is added by the GEMM or by the norm, whichever is faster.
+        """
+        if partial is None and w.has_kernel and fuses_residual(x.shape[0], w.dense):
+            h = w.matmul(x, residual=residual)
+            return norm(h), h
+        d = w.matmul(x, residual=partial)
+        return norm(d, residual=residual, sum_out=d), d
+
+    def row_parallel_post_norm(
+        self, x: Tensor, w: Weight, *, residual: Tensor, norm: RowNorm
+    ) -> Tensor:
+        """The first result of row_parallel alone; it overwrites the sum."""
+        return norm.after_linear(x, w, residual=residual)
+
+    def row_parallel_output_norm(
+        self,
+        x: Tensor,
+        w: Weight,
+        *,
+        residual: Tensor,
+        output_norm: RowNorm,
+        norm: RowNorm | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(h), h) of h = output_norm(x @ w.T + bias) + residual; (h, h) without a norm."""
+        d = w.matmul(x)
+        return self.norm_sum(output_norm(d, out=d), residual=residual, norm=norm)
+
+    def norm_sum(
+        self, x: Tensor, *, residual: Tensor, norm: RowNorm | None
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(h), h) of h = x + residual, which takes x's memory; (h, h) without a norm."""
+        if norm is None:
+            x += residual
+            return x, x
+        return norm(x, residual=residual, sum_out=x), x
+
+    def norm(self, x: Tensor, norm: RowNorm) -> Tensor:
+        return norm(x)
+
+    def sum_ranks(self, partial: Tensor) -> Tensor:
+        """This rank's rows of the sum over ranks; partial: all rows, f32."""
+        return partial
+
+    def norm_projections(
+        self, q: Tensor, k: Tensor, q_norm: RowNorm, k_norm: RowNorm
+    ) -> tuple[Tensor, Tensor]:
+        """RMS norms of a token's queries, and of its keys, over all heads together; new tensors.
+
+        q, k: [total_tokens, heads, head_dim].  Weights: [heads * head_dim].
+        """
+        new_q, new_k = (norm(x.flatten(1).contiguous()) for x, norm in ((q, q_norm), (k, k_norm)))
+        return new_q.view(q.shape), new_k.view(k.shape)

@@ -16,7 +16,7 @@ from bytetx.checkpoint.weights import Part
 from bytetx.nn.alibi import model_slopes
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import load_convolution
-from bytetx.nn.layer import LayerWeights
+from bytetx.nn.layer import DenseFeedForward, ExpertFeedForward, FeedForward, LayerWeights
 from bytetx.nn.layers import Layers
 from bytetx.nn.quantization import WEIGHT_FORMATS
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
@@ -224,11 +224,7 @@ class _LayerReader:
         parts = self._qkv_parts(names)
         qkv = self._qkv(names, parts)
         pos_k, pos_q = self._relative(names, parts)
-        has_experts = spec.has_experts(i)
-        if has_experts:
-            attn_out, ffn_out = self._attn_out(names), None
-        else:
-            attn_out, ffn_out = self._out_linears(names)
+        attn_out, feed_forward = self._halves(names, spec.experts_of(i), norms.get("ffn_out_norm"))
         return LayerWeights(
             attn_norm=norms.get("attn_norm"),
             attn_out_norm=norms.get("attn_out_norm"),
@@ -237,12 +233,9 @@ class _LayerReader:
             k_norm=self._head_norm(names, "k_norm", spec.num_kv_heads, self.kv_heads),
             attn_out=attn_out,
             ffn_norm=norms.get("ffn_norm"),
-            ffn_out_norm=norms.get("ffn_out_norm"),
-            ffn_in=None if has_experts else self._ffn_in(names),
-            ffn_out=ffn_out,
+            feed_forward=feed_forward,
             pos_k=pos_k,
             pos_q=pos_q,
-            experts=self._experts(names) if has_experts else None,
         )
 
     def norm(self, stem: str, size: int) -> RowNorm:
@@ -385,10 +378,9 @@ class _LayerReader:
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)[order]
         return self.load.gated(rows, up_rows, gate_bias, up_bias)
 
-    def _experts(self, names: dict[str, str]) -> ExpertsWeight:
+    def _experts(self, names: dict[str, str], experts: ExpertSpec) -> ExpertsWeight:
         """A layer's router and its experts; of a shard, some of each expert's inner features."""
-        experts, hidden = self.spec.experts, self.spec.hidden_size
-        assert experts is not None  # the spec says that this layer has some
+        hidden = self.spec.hidden_size
         router = self.load.tensor(f"{names['router']}.weight", (experts.num_experts, hidden))
         stacks = None
         if "experts_gate_up" in names:
@@ -453,6 +445,17 @@ class _LayerReader:
         down = self.load.tensor(names["experts_down"], (count, hidden, inner))
         first = tuple(self.load.gated(both[:inner], both[inner:], None, None) for both in gate_up)
         return first, tuple(self.load.linear_from(one, None) for one in down), (gate_up, down)
+
+    def _halves(
+        self, names: dict[str, str], experts: ExpertSpec | None, out_norm: RowNorm | None
+    ) -> tuple[Weight, FeedForward]:
+        """The last linear layer of the attention, and the feed-forward half."""
+        activation = self.spec.activation
+        if experts is not None:
+            mixture = self._experts(names, experts)
+            return self._attn_out(names), ExpertFeedForward(mixture, activation, out_norm)
+        attn_out, out = self._out_linears(names)
+        return attn_out, DenseFeedForward(self._ffn_in(names), out, activation, out_norm)
 
     def _attn_out(self, names: dict[str, str]) -> Weight:
         spec = self.spec

@@ -7,21 +7,19 @@ import torch
 
 from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import Blocks, Rows
+from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import Convolution, neighbors
 from bytetx.nn.kv_cache import KvCache, LayerCache
-from bytetx.nn.layer import LayerWeights
+from bytetx.nn.layer import LayerWeights, RowPass, Rows
 from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import VARLEN_ATTENTION, AttentionCalls, require_bias
 from bytetx.ops.attention_plan import TREE_KEY_STEP, AttentionPlan, plan_attention
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.disentangled import DISENTANGLED_ATTENTION, has_disentangled_kernel, require_span
-from bytetx.ops.experts import ExpertsWeight, run_experts
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged import PAGED_ATTENTION, WRITE_KV, PagedCalls
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
 from bytetx.ops.rotary_kv import ROTARY, ROTARY_WRITE_KV, norm_heads
-from bytetx.ops.weight import Weight
 from bytetx.packed import PackedBatch
 
 OnLayer = Callable[[torch.Tensor], None]
@@ -30,11 +28,10 @@ Pause = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _Pass(RowPass):
     """State that the layers of one forward pass share."""
 
     batch: PackedBatch
-    rows: Rows
     # cos, sin, rows of them
     rotations: dict[RotarySpec, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     # By window: what computes attention, chosen once for all layers, and its plan.
@@ -42,7 +39,6 @@ class _Pass:
     rotate: Callable[..., None]
     cache: KvCache | None
     on_kv: OnKv | None
-    pause: Pause | None
 
 
 class Layers:
@@ -157,23 +153,25 @@ class Layers:
         # x is the residual; h is what the next linear layer reads: x itself after a post-norm.
         first_norm = None if placement == "post" else self.weights[0].attn_norm
         h = x if first_norm is None else rows.norm(x, first_norm)
-        embedded = x if self.convolution is not None else None
+        convolution = self.convolution
+        embedded = x if convolution is not None else None
+        partial = None
         for i, layer in enumerate(self.weights):
             is_last = i + 1 == len(self.weights)
             if gather is not None:
                 gather.enter(i)
             if placement == "parallel":
-                attended = self._attention(h, layer, i, step)
+                partial = self._attention_partial(h, i, step)
                 if layer.ffn_norm is not None:
                     h = rows.norm(x, layer.ffn_norm)
-                h, x = self._parallel_feed_forward(attended, h, x, i, step)
-                del attended
             else:
-                # Two calls, so that the activations of the first are freed before the second.
                 h, x = self._attention_half(h, x, i, step)
-                h, x = self._feed_forward(h, x, i, step)
-            if embedded is not None:  # DeBERTa's are post-norm
-                h = x = self._convolve(embedded, x, step)
+            # A call of its own, so that the attention's activations are freed before it.
+            h, x = layer.feed_forward.run(h, x, self._last_norms[i], step, partial=partial)
+            partial = None  # the next layer runs without its memory
+            if embedded is not None and convolution is not None:  # DeBERTa's are post-norm
+                around = neighbors(rows.gather(embedded), batch.cu_seqlens, convolution.size)
+                h = x = convolution.forward(rows.local(around), x)
                 embedded = None
             if on_layer:
                 on_layer(rows.gather(h) if is_last else self._sums(rows.gather(x)))
@@ -231,7 +229,8 @@ class Layers:
         for window in set(self._windows):
             attention[window] = self._choose_attention(batch, dtype, window, cache)
         rotate = ROTARY.choose(batch.device, dtype).run
-        return _Pass(batch, rows, rotations, attention, rotate, cache, on_kv, pause)
+        is_post = self.layer_spec.norm_placement == "post"
+        return _Pass(rows, is_post, pause, batch, rotations, attention, rotate, cache, on_kv)
 
     def _choose_attention(
         self, batch: PackedBatch, dtype: torch.dtype, window: int, cache: KvCache | None
@@ -298,92 +297,16 @@ class Layers:
         self, h: torch.Tensor, x: torch.Tensor, i: int, step: _Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.weights[i]
-        is_post = self.layer_spec.norm_placement == "post"
-        norm = layer.attn_norm if is_post else layer.ffn_norm
+        norm = layer.attn_norm if step.is_post else layer.ffn_norm
         attended = self._attention(h, layer, i, step)
-        output_norm = layer.attn_out_norm
-        return self._add_and_norm(attended, layer.attn_out, x, norm, step, output_norm=output_norm)
+        return step.add_and_norm(attended, layer.attn_out, x, norm, layer.attn_out_norm)
 
-    def _feed_forward(
-        self, h: torch.Tensor, x: torch.Tensor, i: int, step: _Pass
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer, rows = self.weights[i], step.rows
-        if layer.experts is not None:
-            return self._mix_experts(h, x, layer.experts, self._last_norms[i], rows)
-        assert layer.ffn_in is not None and layer.ffn_out is not None  # the layer is dense
+    def _attention_partial(self, h: torch.Tensor, i: int, step: _Pass) -> torch.Tensor:
+        """The attention's half of a parallel layer, which its other half adds."""
+        attended = self._attention(h, self.weights[i], i, step)
         if step.pause is not None:
             step.pause()
-        inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
-        norm, output_norm = self._last_norms[i], layer.ffn_out_norm
-        return self._add_and_norm(inner, layer.ffn_out, x, norm, step, output_norm=output_norm)
-
-    def _convolve(self, embedded: torch.Tensor, x: torch.Tensor, step: _Pass) -> torch.Tensor:
-        """The norm of x + a convolution over each sequence's embedded tokens; both local rows."""
-        rows = step.rows
-        assert self.convolution is not None
-        around = neighbors(rows.gather(embedded), step.batch.cu_seqlens, self.convolution.size)
-        return self.convolution.forward(rows.local(around), x)
-
-    def _mix_experts(
-        self,
-        h: torch.Tensor,
-        x: torch.Tensor,
-        w: ExpertsWeight,
-        norm: RowNorm | None,
-        rows: Rows,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """_feed_forward of a layer with experts.
-
-        Every rank routes all rows alike, and sums its features of each row's experts.
-        """
-        partial = run_experts(rows.gather(h), w, activation=self.spec.activation)
-        mixed = rows.sum_ranks(partial).to(x.dtype)
-        if w.bias is not None:
-            mixed += w.bias
-        h, x = rows.norm_sum(mixed, residual=x, norm=norm)
-        return (h, h) if self.layer_spec.norm_placement == "post" else (h, x)
-
-    def _parallel_feed_forward(
-        self, attended: torch.Tensor, h: torch.Tensor, x: torch.Tensor, i: int, step: _Pass
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The feed-forward half of a parallel layer, and the sum of both halves."""
-        layer, rows, pause = self.weights[i], step.rows, step.pause or _no_pause
-        assert layer.ffn_in is not None and layer.ffn_out is not None  # parallel layers are dense
-        pause()
-        inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
-        pause()
-        partial = rows.row_parallel_partial(attended, layer.attn_out)
-        norm = self._last_norms[i]
-        assert norm is not None  # parallel layers always have it
-        pause()
-        return rows.row_parallel(inner, layer.ffn_out, residual=x, norm=norm, partial=partial)
-
-    def _add_and_norm(
-        self,
-        y: torch.Tensor,
-        w: Weight,
-        x: torch.Tensor,
-        norm: RowNorm | None,
-        step: _Pass,
-        *,
-        output_norm: RowNorm | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the next linear layer reads, the residual) after y @ w.T + bias + x.
-
-        output_norm: of y @ w.T + bias, before x is added.
-        """
-        rows = step.rows
-        if step.pause is not None:
-            step.pause()
-        if output_norm is not None:
-            return rows.row_parallel_output_norm(
-                y, w, residual=x, output_norm=output_norm, norm=norm
-            )
-        assert norm is not None  # only layers with output norms may lack it
-        if self.layer_spec.norm_placement == "post":
-            x = rows.row_parallel_post_norm(y, w, residual=x, norm=norm)
-            return x, x
-        return rows.row_parallel(y, w, residual=x, norm=norm)
+        return step.rows.row_parallel_partial(attended, self.weights[i].attn_out)
 
     def _attention(self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass) -> torch.Tensor:
         """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
@@ -518,7 +441,3 @@ class Layers:
     def _head_weight(self, norm: RowNorm | None) -> torch.Tensor | None:
         """The weight of a norm of each head; None where there is none."""
         return None if norm is None or self._norms_projections else norm.weight
-
-
-def _no_pause() -> None:
-    pass

@@ -68,6 +68,7 @@ def step_weights(transformer: Transformer, cache: KvCache) -> StepWeights | None
         and layers.relative_bias is None
         and layers.buckets is None
         and layers.convolution is None
+        and spec.experts is None
     )
     is_local = (
         type(layers.blocks) is LocalBlocks
@@ -99,13 +100,13 @@ def step_weights(transformer: Transformer, cache: KvCache) -> StepWeights | None
 
 
 def _step_layer(w: LayerWeights, pages: LayerCache) -> StepLayer | None:
-    qkv = _matrix(w.qkv)
-    attn_out, ffn_in, ffn_out = map(_plain, (w.attn_out, w.ffn_in, w.ffn_out))
-    if w.ffn_in is None or w.ffn_in.block != BLOCK:
-        return None
+    first, *rest = w.linears
+    qkv, (attn_out, ffn_in, ffn_out) = _matrix(first), map(_plain, rest)
     if qkv is None or attn_out is None or ffn_in is None or ffn_out is None:
         return None
-    if w.attn_norm is None or w.ffn_norm is None or w.attn_out_norm or w.ffn_out_norm:
+    if w.feed_forward.linears[0].block != BLOCK:
+        return None
+    if w.attn_norm is None or w.ffn_norm is None:
         return None
     return StepLayer(
         qkv,
@@ -122,10 +123,10 @@ def _step_layer(w: LayerWeights, pages: LayerCache) -> StepLayer | None:
     )
 
 
-def _plain(w: Weight | None) -> Tensor | None:
+def _plain(w: Weight) -> Tensor | None:
     """The matrix of a weight without a bias."""
-    matrix = None if w is None else _matrix(w)
-    return None if w is None or matrix is None or w.dense.bias is not None else matrix
+    matrix = _matrix(w)
+    return None if matrix is None or w.dense.bias is not None else matrix
 
 
 def _matrix(w: Weight) -> Tensor | None:

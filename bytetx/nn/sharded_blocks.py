@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import LocalBlocks, Rows
-from bytetx.nn.layer import LayerWeights
+from bytetx.nn.layer import LayerWeights, LocalRows, Rows
 from bytetx.nn.weight_gather import WeightGather
 from bytetx.ops.comm_gemm import (
     all_gather_gemm,
@@ -36,7 +35,7 @@ class ShardedBlocks:
         self.num_heads, self.num_kv_heads = len(shard.heads), len(shard.kv_heads)
         self.group, self.shard, self.vocab = group, shard, shard.vocab
         self.peers = replace(group.peers, is_even=has_even_shards(spec, group.size))
-        self.local_blocks, self.spec = LocalBlocks(spec), spec
+        self.local_rows, self.spec = LocalRows(), spec
         self._vocab_offsets = feature_offsets(spec.vocab_size, group.size)
 
     def sync_kernel_support(self, layers: Iterable[LayerWeights]) -> None:
@@ -64,13 +63,8 @@ class ShardedBlocks:
 
 
 def _has_kernels(layer: LayerWeights) -> bool:
-    """Empty shards have none."""
-    for w in (layer.qkv, layer.ffn_in):
-        # A layer with experts has no ffn_in; collectives take its sums.
-        if w is not None and (not w.has_kernel or w.n == 0):
-            return False
-    outs = (layer.attn_out, layer.ffn_out)
-    return all(w.has_kernel and w.k > 0 for w in outs if w is not None)
+    """Empty shards have none; the sums of experts go through collectives."""
+    return all(w.has_kernel and w.n > 0 and w.k > 0 for w in layer.linears)
 
 
 class ShardedRows:
@@ -199,12 +193,12 @@ class ShardedRows:
         return self.norm_sum(d, residual=residual, norm=norm)
 
     def norm(self, x: Tensor, norm: RowNorm) -> Tensor:
-        return self._blocks.local_blocks.norm(x, norm)
+        return self._blocks.local_rows.norm(x, norm)
 
     def norm_sum(
         self, x: Tensor, *, residual: Tensor, norm: RowNorm | None
     ) -> tuple[Tensor, Tensor]:
-        return self._blocks.local_blocks.norm_sum(x, residual=residual, norm=norm)
+        return self._blocks.local_rows.norm_sum(x, residual=residual, norm=norm)
 
     def sum_ranks(self, partial: Tensor) -> Tensor:
         if self._offsets is None:

@@ -125,7 +125,7 @@ def test_tensors_given_by_the_caller_are_shared(bert: Path) -> None:
     word = tensors["embeddings.word_embeddings.weight"]
     assert shared.embeddings.word.data_ptr() == word.data_ptr()
     inner = tensors["encoder.layer.0.intermediate.dense.weight"]
-    assert shared.layers.weights[0].ffn_in.weight.data_ptr() == inner.data_ptr()
+    assert shared.layers.weights[0].linears[2].dense.weight.data_ptr() == inner.data_ptr()
 
 
 LOAD_AND_MEASURE = """

@@ -212,9 +212,8 @@ def test_weights_are_held_once_saved_alike_and_given_back(name, tmp_path):
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         assert plan.reason is None
         layer = plan.transformer.layers.weights[0]
-        ffn_in = getattr(layer.ffn_in, "fused", layer.ffn_in)
-        for weight in (layer.qkv, layer.attn_out, ffn_in, layer.ffn_out):
-            assert weight.weight.untyped_storage().data_ptr() in own
+        for weight in layer.linears:
+            assert weight.dense.weight.untyped_storage().data_ptr() in own
         model.save_pretrained(tmp_path)
         again = type(model).from_pretrained(tmp_path)
         assert torch.equal(again.eval()(**inputs).logits, want)

@@ -50,7 +50,7 @@ def test_parameters_are_held_once(family):
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     transformer = plan_of(model).transformer
     for layer in transformer.layers.weights:
-        for weight in (layer.qkv, layer.attn_out, layer.ffn_in, layer.ffn_out):
+        for weight in layer.linears:
             linear = getattr(weight, "fused", weight)  # a gated one holds both halves
             assert linear.weight.untyped_storage().data_ptr() in storages
             # DeBERTa v1 has no bias of keys, so that the one of all three is put together.

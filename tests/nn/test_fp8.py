@@ -43,7 +43,9 @@ def test_every_family_stays_near_its_own_f32(
     weights = fp8.layers.weights
     assert len(weights) == exact.spec.num_layers
     assert all(
-        isinstance(w, Fp8LinearWeight) for layer in weights for w in (layer.qkv, layer.ffn_out)
+        isinstance(w, Fp8LinearWeight)
+        for layer in weights
+        for w in (layer.qkv, *layer.feed_forward.linears)
     )
     batch = exact.pack(tiny.random_ids([1, 30, 7, 64]))
     seen: list[torch.Tensor] = []

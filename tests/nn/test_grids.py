@@ -169,9 +169,8 @@ def unpacked_layers(folder: Path) -> list[LayerWeights]:
 
 
 def local_weights(layer: LayerWeights) -> list[torch.Tensor]:
-    linears = (layer.qkv, layer.attn_out, layer.ffn_in, layer.ffn_out)
-    assert all(isinstance(w, LinearWeight) for w in linears)
-    return [w.weight for w in linears]
+    assert all(isinstance(w, LinearWeight) for w in layer.linears)
+    return [w.weight for w in layer.linears]
 
 
 @pytest.mark.parametrize("grid", ["data2", "z2", "x2"])

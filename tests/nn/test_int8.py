@@ -33,7 +33,7 @@ def test_every_family_stays_near_its_own_f32(
     exact = tiny.load(tiny.save(tiny.tiny_model(family), tmp_path))
     options = {"dtype": dtype, "device": "cpu", "prepack": False, "quantization": "int8"}
     int8 = Transformer.from_tensors(exact.spec, exact.weights.cast(dtype), **options)
-    outs = [layer.ffn_out for layer in int8.layers.weights]
+    outs = [layer.linears[-1] for layer in int8.layers.weights]
     assert all(isinstance(w, Int8LinearWeight) for w in outs)
     batch = exact.pack(tiny.random_ids([1, 30, 7, 64]))
     rows = int8.forward(batch)
