@@ -180,16 +180,15 @@ class ModelSpec:
         attended = self.num_heads * self.head_dim
         match self.layer_spec.norm_placement:
             case "post":
-                before, behind = hidden, 2 * hidden
+                before, half, behind = hidden, 0, 2 * hidden
             case "pre" | "output":
-                before, behind = 2 * hidden, 4 * hidden
+                before, half, behind = 2 * hidden, 0, 4 * hidden
             case _:  # parallel
-                half = max(attended, hidden)
-                before, behind = 2 * hidden + half, 5 * hidden + half
+                before, half, behind = 2 * hidden, hidden, 5 * hidden
         gated = 4 if self.is_gated else 1
         row = max(
             before + qkv + attended,
-            before + gated * inner,
+            before + half + gated * inner,
             behind + max(attended, inner),
             hidden + self.embedding_size,
         )
@@ -197,5 +196,5 @@ class ModelSpec:
             # Rows for each expert of a token: what they read, both layers' results, and those in
             # the tokens' order; the sum of a token's is in f32.
             width = 3 * hidden + (4 if self.experts.is_gated else 1) * self.experts.size
-            row = max(row, before + self.experts.top_k * width + hidden * 4 // itemsize)
+            row = max(row, before + half + self.experts.top_k * width + hidden * 4 // itemsize)
         return total_tokens * (itemsize * row + 5 * 4)
