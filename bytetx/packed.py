@@ -288,7 +288,9 @@ def positions_of(
     ids: np.ndarray, seqlens: np.ndarray, cu_seqlens: np.ndarray, *, position_offset: int
 ) -> np.ndarray:
     """int32 [total_tokens]: the position of each token, counted as the family counts."""
-    positions = _positions(cu_seqlens, seqlens, position_offset)
+    positions = np.arange(position_offset, position_offset + cu_seqlens[-1], dtype=np.int32)
+    if len(seqlens) > 1:
+        positions -= np.repeat(cu_seqlens[:-1], seqlens)
     if position_offset and (is_pad := ids == position_offset - 1).any():
         _skip_pads(positions, is_pad, cu_seqlens, pad_token_id=position_offset - 1)
     return positions
@@ -308,13 +310,6 @@ def unpack(x: torch.Tensor, batch: PackedBatch, *, fill: float = 0.0) -> torch.T
     lengths = batch.seqlens.to(x.device).unsqueeze(1)
     padded[torch.arange(batch.max_seqlen, device=x.device) < lengths] = x
     return padded
-
-
-def _positions(cu_seqlens: np.ndarray, seqlens: np.ndarray, offset: int) -> np.ndarray:
-    positions = np.arange(offset, offset + cu_seqlens[-1], dtype=np.int32)
-    if len(seqlens) > 1:
-        positions -= np.repeat(cu_seqlens[:-1], seqlens)
-    return positions
 
 
 def _skip_pads(

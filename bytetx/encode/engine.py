@@ -150,6 +150,8 @@ class EncodeEngine:
         an empty queue takes whatever comes."""
         self.runner, self.token_budget, self._clock = runner, token_budget, clock
         self._max_requests, self.max_queued_tokens = max_queued_requests, max_queued_tokens
+        # Whether a step computes tokens that texts have in common once.
+        self.shares_prefixes = runner.prefix_multiple > 0
         self._changed = Condition()
         self._queue = self._new_queue(age_limit_s)
         self._open: set[OpenCall] = set()
@@ -421,11 +423,6 @@ class EncodeEngine:
         while queue:
             steps += _steps_of(queue.take(even_share(queue.queued_tokens, budget), now))
         return steps
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether a step computes tokens that texts have in common once."""
-        return self.runner.prefix_multiple > 0
 
     def _new_queue(self, age_limit_s: float) -> RequestQueue:
         return RequestQueue(age_limit_s=age_limit_s, shares_prefixes=self.shares_prefixes)

@@ -207,18 +207,19 @@ class RunStats:
 class RunCounter:
     """Counts a run as its texts finish; `stats()` may be asked at any time.
 
-    The seconds of its phases are set from outside, see RunStats.
+    The seconds of its phases are set from outside, see RunStats, and so is num_done: the texts that
+    have a result or an error.
     """
 
     tokenize_seconds: float | None = None
     queue_seconds: float | None = None
     compute_seconds: float | None = None
+    num_done: int = 0
     _num_texts: int = 0
     _num_tokens: int = 0
     _num_truncated: int = 0
     _num_errors: int = 0
     _failed: set[int] = field(default_factory=set)
-    _num_done: int = 0
     _num_pad_tokens: int = 0
     _open_batch: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     _start: float = field(default_factory=time.perf_counter)
@@ -244,14 +245,6 @@ class RunCounter:
     def add_failures(self, indices: Iterable[int]) -> None:
         """Counts texts that were fine and have no result; one of several chunks may come twice."""
         self._failed.update(indices)
-
-    def add_done(self, num_texts: int) -> None:
-        """Counts texts that have a result or an error, step by step."""
-        self._num_done += num_texts
-
-    def num_done(self) -> int:
-        """Texts that have a result or an error."""
-        return self._num_done
 
     def stop(self) -> None:
         """Ends the clock; a second call changes nothing."""

@@ -352,7 +352,7 @@ def run_encode(
     steps = _steps(run, model.encoder)
     if show_progress:
         title, total = call.title, run.num_given
-        steps = with_progress(steps, run.counter.num_done, title=title, total=total)
+        steps = with_progress(steps, lambda: run.counter.num_done, title=title, total=total)
     if sink is not None:
         return Stream(_by_windows(steps, sink), run.counter.stats)
     for _ in steps:
@@ -421,7 +421,7 @@ def _collect(
         engine.collect(step)
         chunks = step.requests.chunks
         first = step.requests.seqlens if chunks is None else np.flatnonzero(chunks == 0)
-        counter.add_done(len(first))
+        counter.num_done += len(first)
     if run.open.error is not None:
         try:
             raise run.open.error
@@ -431,7 +431,7 @@ def _collect(
         return None
     for failure in window.failures:
         run.sink.fail(failure.index, failure.error)
-    counter.add_done(len(window.failures))
+    counter.num_done += len(window.failures)
     counter.add(window)
     if run.failed:
         counter.add_failures(run.failed)
@@ -504,7 +504,7 @@ class AsyncRun(CallRun[T]):
     async def result(self) -> T:
         """The call's result. Raises its error; cancelling drops what is queued."""
         await self.done()
-        if self.counter.num_done() <= _MAX_INLINE_TEXTS:
+        if self.counter.num_done <= _MAX_INLINE_TEXTS:
             return self._result()
         return await asyncio.to_thread(self._result)
 
@@ -569,7 +569,7 @@ class AsyncRun(CallRun[T]):
         if self.on_read is not None:
             self.on_read(window)
         self.counter.add(window)
-        self.counter.add_done(window.num_texts)
+        self.counter.num_done += window.num_texts
         self._failures += window.failures
         if self.chunks is not None:
             self.chunks.expect(window.requests)
@@ -590,5 +590,5 @@ class AsyncRun(CallRun[T]):
         self.counter.queue_seconds = self.open.queue_seconds / count
         self.counter.compute_seconds = self.open.compute_seconds / count
         self.counter.stop()
-        result: T = self.sink.result(self.counter.num_done(), self.counter.stats())
+        result: T = self.sink.result(self.counter.num_done, self.counter.stats())
         return result
