@@ -13,7 +13,7 @@ from bytetx.parallel.tp import AxisGroups
 
 
 class FeatureBlocks(ShardedBlocks):
-    """The calls of LocalRows where each x rank has some hidden features of every row.
+    """The calls of LocalBlocks where each x rank has some hidden features of every row.
 
     Embeddings are whole on every x rank, and so is attention: x saves products, not these.
     """

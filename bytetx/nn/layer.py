@@ -239,82 +239,10 @@ class RowPass:
         return self.rows.row_parallel(y, w, residual=x, norm=norm, partial=partial)
 
 
-class Rows(Protocol):
-    """The rows of one pass; LocalRows says what each method does."""
-
-    def local(self, x: Tensor) -> Tensor: ...
-
-    def enter(self, x: Tensor) -> Tensor: ...
-
-    def gather(self, x: Tensor) -> Tensor: ...
-
-    def embed(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        token_type_ids: Tensor | None,
-        *,
-        word: Tensor,
-        position: Tensor | None = None,
-        token_type: Tensor | None = None,
-        norm_weight: Tensor | None = None,
-        norm_bias: Tensor | None = None,
-        eps: float = 1e-12,
-        inputs_embeds: Tensor | None = None,
-        bad_ids: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor: ...
-
-    def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor: ...
-
-    def row_parallel(
-        self,
-        x: Tensor,
-        w: Weight,
-        *,
-        residual: Tensor,
-        norm: RowNorm,
-        partial: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def row_parallel_post_norm(
-        self, x: Tensor, w: Weight, *, residual: Tensor, norm: RowNorm
-    ) -> Tensor: ...
-
-    def row_parallel_output_norm(
-        self,
-        x: Tensor,
-        w: Weight,
-        *,
-        residual: Tensor,
-        output_norm: RowNorm,
-        norm: RowNorm | None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def norm(self, x: Tensor, norm: RowNorm) -> Tensor: ...
-
-    def norm_sum(
-        self, x: Tensor, *, residual: Tensor, norm: RowNorm | None
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def sum_ranks(self, partial: Tensor) -> Tensor: ...
-
-    def norm_projections(
-        self, q: Tensor, k: Tensor, q_norm: RowNorm, k_norm: RowNorm
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class LocalRows:
-    """Rows that are all in this process; one object serves every pass."""
+class Rows:
+    """The rows of one pass, all in this process; a subclass has those of a group's ranks."""
 
     embed = staticmethod(embed)
-
-    def begin(self, total_tokens: int) -> Rows:
-        return self
-
-    def gather_vocab(self, logits: Tensor) -> Tensor:
-        return logits
 
     def local(self, x: Tensor) -> Tensor:
         """This rank's rows of x, which every rank has."""
@@ -333,7 +261,10 @@ class LocalRows:
         return w.matmul(x, activation=activation)
 
     def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor:
-        """The attention's half of a parallel layer, which row_parallel adds to the other."""
+        """The attention's half of a parallel layer, which row_parallel adds to the other.
+
+        Where ranks share the layer it has no bias: the loader added that to the other half's.
+        """
         return w.matmul(x)
 
     def row_parallel(
@@ -399,3 +330,13 @@ class LocalRows:
         """
         new_q, new_k = (norm(x.flatten(1).contiguous()) for x, norm in ((q, q_norm), (k, k_norm)))
         return new_q.view(q.shape), new_k.view(k.shape)
+
+
+class LocalRows(Rows):
+    """One object for every pass: the part of Blocks of a whole model that each pass calls."""
+
+    def begin(self, total_tokens: int) -> Rows:
+        return self
+
+    def gather_vocab(self, logits: Tensor) -> Tensor:
+        return logits

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.layer import LayerWeights, LocalRows, Rows
+from bytetx.nn.layer import LayerWeights, Rows
 from bytetx.nn.weight_gather import WeightGather
 from bytetx.ops.comm_gemm import (
     all_gather_gemm,
@@ -35,7 +35,7 @@ class ShardedBlocks:
         self.num_heads, self.num_kv_heads = len(shard.heads), len(shard.kv_heads)
         self.group, self.shard, self.vocab = group, shard, shard.vocab
         self.peers = replace(group.peers, is_even=has_even_shards(spec, group.size))
-        self.local_rows, self.spec = LocalRows(), spec
+        self.spec = spec
         self._vocab_offsets = feature_offsets(spec.vocab_size, group.size)
 
     def sync_kernel_support(self, layers: Iterable[LayerWeights]) -> None:
@@ -67,7 +67,7 @@ def _has_kernels(layer: LayerWeights) -> bool:
     return all(w.has_kernel and w.n > 0 and w.k > 0 for w in layer.linears)
 
 
-class ShardedRows:
+class ShardedRows(Rows):
     """The rows of one pass: sharded as offsets say, or all on every rank (None)."""
 
     def __init__(self, blocks: ShardedBlocks, offsets: Sequence[int] | None):
@@ -78,9 +78,6 @@ class ShardedRows:
         if self._offsets is None:
             return x
         return x[self._offsets[self._peers.rank] : self._offsets[self._peers.rank + 1]]
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x
 
     def gather(self, x: Tensor) -> Tensor:
         return x if self._offsets is None else self._collectives.all_gather(x, self._offsets)
@@ -140,10 +137,6 @@ class ShardedRows:
             x, w, peers=self._peers, row_offsets=self._offsets, activation=activation
         )
 
-    def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor:
-        """Without the bias, which the loader added to that of the other half."""
-        return w.matmul(x)
-
     def row_parallel(
         self,
         x: Tensor,
@@ -191,14 +184,6 @@ class ShardedRows:
         zeros = torch.zeros_like(residual)
         d, _ = self.row_parallel(x, w, residual=zeros, norm=output_norm)
         return self.norm_sum(d, residual=residual, norm=norm)
-
-    def norm(self, x: Tensor, norm: RowNorm) -> Tensor:
-        return self._blocks.local_rows.norm(x, norm)
-
-    def norm_sum(
-        self, x: Tensor, *, residual: Tensor, norm: RowNorm | None
-    ) -> tuple[Tensor, Tensor]:
-        return self._blocks.local_rows.norm_sum(x, residual=residual, norm=norm)
 
     def sum_ranks(self, partial: Tensor) -> Tensor:
         if self._offsets is None:
