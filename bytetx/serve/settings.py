@@ -1,13 +1,12 @@
 """Settings of the server: models, limits, addresses; checked once, when they are made."""
 
+import json
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from bytetx.arguments import check_draft_size
 from bytetx.checkpoint.names import name_of
@@ -150,12 +149,12 @@ def say_ready() -> None:
 
 def settings_line(settings: ServeSettings) -> bytes:
     """A line of JSON, for a process that this one starts."""
-    return orjson.dumps(asdict(settings), default=str) + b"\n"
+    return json.dumps(asdict(settings), default=str).encode() + b"\n"
 
 
 def read_settings(line: bytes) -> ServeSettings:
     """The settings of settings_line."""
-    given: dict[str, Any] = orjson.loads(line)
+    given: dict[str, Any] = json.loads(line)
     given["models"] = [ModelSource(**model) for model in given["models"]]
     if given["uds_path"] is not None:
         given["uds_path"] = Path(given["uds_path"])
