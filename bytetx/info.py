@@ -12,6 +12,8 @@ def checkpoint_info(
 ) -> dict[str, Any]:
     """Family, sizes, dtype, device, ranks, heads and their labels, limits, tensors left unused.
 
+    weights_formats are the bytes in the files by format, such as F32 or Q4_K, and weights_bits what
+    a parameter has of them.
     max_tokens: of one text.  token_budget: tokens of one forward pass.  prefix_cache_bytes: of
     prefixes that are kept.
     """
@@ -32,6 +34,8 @@ def checkpoint_info(
         "family": spec.family,
         "architectures": list(spec.architectures),
         "num_parameters": checkpoint.num_parameters,
+        "weights_formats": dict(checkpoint.saved_formats),
+        "weights_bits": _bits(checkpoint),
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "num_heads": spec.num_heads,
@@ -57,6 +61,11 @@ def checkpoint_info(
         "generation_defaults": checkpoint.generation.sampling.given(),
         "unused_tensors": list(checkpoint.unused_tensors),
     }
+
+
+def _bits(checkpoint: LoadedCheckpoint) -> float:
+    num_bytes = sum(checkpoint.saved_formats.values())
+    return round(8 * num_bytes / max(checkpoint.num_parameters, 1), 2)
 
 
 def checkpoint_line(checkpoint: LoadedCheckpoint, *, max_tokens: int) -> str:

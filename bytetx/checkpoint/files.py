@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bytetx.checkpoint.families import Families
+from bytetx.checkpoint.gguf.file import GGUF_SUFFIX, gguf_of
 from bytetx.checkpoint.side_files import (
     FLAG,
     PATH,
@@ -68,10 +69,13 @@ def resolve_checkpoint(
 def _resolve(path_or_id: str | Path, *, revision: str | None, local_files_only: bool) -> Path:
     folder = _checked_path(path_or_id)
     if folder.is_dir():
-        _check_kind(str(folder), _names(folder))
+        names = _names(folder)
+        if (found := _only_gguf(folder, names)) is not None:
+            return _gguf_folder(found, folder.resolve().name or "model")
+        _check_kind(str(folder), names)
         return folder
-    if folder.suffix.lower() == ".gguf":
-        raise CheckpointError(f"{folder}: {_GGUF}")
+    if folder.is_file() and folder.suffix.lower() == GGUF_SUFFIX:
+        return _gguf_folder(folder, folder.name)
     if folder.exists():
         raise CheckpointError(f"{folder} is a file; give the checkpoint's folder or a hub id")
     if str(path_or_id).startswith((".", "/", "~")):
@@ -83,15 +87,34 @@ def _resolve(path_or_id: str | Path, *, revision: str | None, local_files_only: 
     names = _names(folder)
     if not local_files_only and not any(name.endswith(".safetensors") for name in names):
         names = hub.hub_names(str(path_or_id), revision) or names
+    _refuse_hub_gguf(str(path_or_id), names)
     _check_kind(repr(str(path_or_id)), names)
     _check_hub_weights(str(path_or_id), names)
     return folder
 
 
-_GGUF = (
-    "GGUF is the format of llama.cpp, which bytetx does not read; give the checkpoint in "
-    "safetensors that it was made from"
-)
+def _gguf_folder(path: Path, name: str) -> Path:
+    # Here alone: it brings the library tokenizers, which a plan needs not.
+    from bytetx.checkpoint.gguf.folder import gguf_folder
+
+    return gguf_folder(path, name=name)
+
+
+def _only_gguf(folder: Path, names: list[str]) -> Path | None:
+    """The GGUF file that is a folder's model; None where its weights are of another format.
+
+    Raises CheckpointError where there are several.
+    """
+    if any(name.endswith(".safetensors") for name in names):
+        return None
+    found = gguf_of(names)
+    if len(found) > 1:
+        more = f" and {len(found) - 12} more" if len(found) > 12 else ""
+        raise CheckpointError(
+            f"{folder} holds {len(found)} GGUF models: {', '.join(found[:12])}{more}; give the "
+            "path of one of them"
+        )
+    return folder / found[0] if found else None
 
 
 def _names(folder: Path) -> list[str]:
@@ -109,12 +132,20 @@ def _check_kind(where: str, names: list[str]) -> None:
 
     names: of the files, relative to the checkpoint's folder.
     """
-    suffixes = {Path(name).suffix for name in names}
-    if ".gguf" in suffixes and ".safetensors" not in suffixes:
-        raise CheckpointError(f"{where} has its weights in GGUF only; {_GGUF}")
     if not {"config.json", "modules.json", ADAPTER_CONFIG} & set(names):
         raise CheckpointError(
             f"{where} has no config.json; give the folder that save_pretrained wrote"
+        )
+
+
+def _refuse_hub_gguf(repo: str, names: list[str]) -> None:
+    """Raises CheckpointError for a hub repository of GGUF files, in which each is a model."""
+    found = gguf_of(names)
+    if found and not any(name.endswith(".safetensors") for name in names):
+        raise CheckpointError(
+            f"{repo!r} has its weights in GGUF ({', '.join(found[:6])}), of which each file is a "
+            f"model: download the one that you want (hf download {repo} {found[0]}) and give its "
+            "path"
         )
 
 

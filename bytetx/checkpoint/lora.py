@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bytetx.checkpoint.files import ADAPTER_CONFIG
+from bytetx.checkpoint.saved_tensor import SavedTensor
 from bytetx.checkpoint.side_files import (
     FLAG,
     TEXT,
@@ -22,7 +23,6 @@ from bytetx.checkpoint.side_files import (
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import (
     LowRank,
-    SavedTensor,
     Weights,
     canonical_name,
     read_header,

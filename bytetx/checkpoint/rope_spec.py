@@ -8,7 +8,7 @@ from typing import Any
 from bytetx.checkpoint.config import Values, positive_number
 from bytetx.errors import CheckpointError
 
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "ntk")
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "ntk", "factors")
 
 # A table of cosines and sines has a row a position: beyond this a config is damaged, not long.
 _MAX_POSITIONS = 1 << 22
@@ -21,7 +21,8 @@ class RotarySpec:
     theta: base of the wavelengths.  is_interleaved: features 2i and 2i + 1 are a pair; else i and
     i + dim / 2 are.  scaling: one of SCALINGS.  factor: how much longer than original_positions
     tokens a text may be.  low_freq_factor, high_freq_factor: of llama3.  beta_fast, beta_slow,
-    truncate: of yarn.  attention_factor: what cosines and sines are multiplied by.
+    truncate: of yarn.  attention_factor: what cosines and sines are multiplied by.  factors: what
+    each of the dim / 2 frequencies is divided by, of "factors", which GGUF files have.
     """
 
     dim: int
@@ -36,6 +37,7 @@ class RotarySpec:
     beta_slow: float
     truncate: bool
     attention_factor: float
+    factors: tuple[float, ...] = ()
 
 
 def read_rotary(values: Values, head_dim: int, *, windowed: bool = False) -> RotarySpec | None:
@@ -58,8 +60,9 @@ def read_rotary(values: Values, head_dim: int, *, windowed: bool = False) -> Rot
         raise CheckpointError(
             f"config.json: rope low_freq_factor {low} must be below high_freq_factor {high}"
         )
+    dim = given.dim(head_dim)
     return RotarySpec(
-        dim=given.dim(head_dim),
+        dim=dim,
         theta=given.theta(),
         is_interleaved=values.architecture.get("rotary_layout") == "pairs",
         scaling=given.scaling,
@@ -71,6 +74,7 @@ def read_rotary(values: Values, head_dim: int, *, windowed: bool = False) -> Rot
         beta_slow=given.number("beta_slow", 1.0) if is_yarn else 1.0,
         truncate=given.parameters.get("truncate", True) is not False,
         attention_factor=given.attention_factor(factor),
+        factors=given.factors(dim),
     )
 
 
@@ -170,7 +174,7 @@ class _Given:
         return found
 
     def factor(self, original: int) -> float:
-        if self.scaling == "default":
+        if self.scaling in ("default", "factors"):
             return 1.0
         if self.scaling == "yarn" and self.parameters.get("factor") is None:
             return self.values.size("max_position_embeddings") / original
@@ -178,6 +182,16 @@ class _Given:
         if factor < 1:
             raise CheckpointError(f"config.json: rope factor must be at least 1, got {factor}")
         return factor
+
+    def factors(self, dim: int) -> tuple[float, ...]:
+        if self.scaling != "factors":
+            return ()
+        given = self.parameters.get("factors")
+        if not isinstance(given, list) or len(given) != dim // 2:
+            raise CheckpointError(
+                f"config.json: rope factors must be {dim // 2} numbers, got {str(given)[:120]}"
+            )
+        return tuple(positive_number("rope factors", factor) for factor in given)
 
     def attention_factor(self, factor: float) -> float:
         """YaRN's temperature, folded into the tables.  Source: YaRN (arXiv 2309.00071), 3.4."""

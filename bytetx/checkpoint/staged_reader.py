@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bytetx.checkpoint.weights import Part, SavedTensor, take_part
+from bytetx.checkpoint.saved_tensor import Part, SavedTensor, take_part
 from bytetx.errors import CheckpointError
 
 _BUFFER_BYTES = 32 << 20

@@ -1,28 +1,29 @@
-"""Safetensors files of a checkpoint, read tensor by tensor, with or without the model's prefix."""
+"""Weight files of a checkpoint, read tensor by tensor, with or without the model's prefix."""
 
 import copy
 import json
 import math
-import mmap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from io import BufferedReader
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from bytetx.checkpoint.gguf.file import GGUF_SUFFIX, read_gguf
+from bytetx.checkpoint.gguf.tensors import named_tensors
+from bytetx.checkpoint.saved_tensor import (
+    FLOAT_DTYPES,
+    Part,
+    SavedTensor,
+    StoredTensor,
+    take_part,
+)
 from bytetx.checkpoint.side_files import MAX_INDEX_BYTES, PATH, TABLE, read_json
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 # The format's own limit: a longer header is a damaged length, not a list of tensors.
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -31,12 +32,6 @@ _MAX_TENSORS = 1 << 18
 # Those with the most shards have some 200.
 _MAX_SHARDS = 4096
 _MAX_DIMS = 16  # weights have 4 at most
-
-# Larger tensors are read into separate pages; for smaller ones, rounding up to pages costs more.
-_MIN_MAPPED_BYTES = 1 << 20
-
-# Elements that are read and cast at a time where the dtype changes.
-_PIECE_NUMBERS = 1 << 20
 
 # The last part of the names of quantised tensors, and the tools that write them.
 _QUANTIZED = {
@@ -58,133 +53,6 @@ _OLD_NAMES = (
     (".beta", ".bias"),
     (".parametrizations.weight.original", ".weight"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a tensor: ranges of one dim, 0 or 1, concatenated."""
-
-    dim: int
-    ranges: tuple[range, ...]
-
-    @property
-    def end(self) -> int:
-        return max(r.stop for r in self.ranges)
-
-
-def take_part(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The part of a tensor in memory, contiguous; a view where possible."""
-    pieces = [tensor.narrow(part.dim, r.start, len(r)) for r in part.ranges]
-    taken = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=part.dim)
-    return taken.contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """The position of one tensor: its file, its saved name, and its bytes from the file's start."""
-
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-
-    @property
-    def is_floating(self) -> bool:
-        return self.dtype in _DTYPES
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
-
-    def require_floating(self) -> None:
-        """Raises CheckpointError for a dtype that weights cannot have."""
-        if self.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"{self.path}: tensor {self.name!r} has dtype {self.dtype}, weights must be one "
-                f"of {', '.join(_DTYPES)}"
-            )
-
-    def at(self, index: int) -> "SavedTensor":
-        """One of the tensors that this one stacks along its first dim."""
-        num_bytes = self.num_bytes // self.shape[0]
-        offset = self.offset + index * num_bytes
-        return replace(self, shape=self.shape[1:], offset=offset, num_bytes=num_bytes)
-
-    def read(self, dtype: torch.dtype | None = None, *, part: Part | None = None) -> torch.Tensor:
-        """A copy of the tensor in memory, cast to dtype (None: as saved) in pieces.
-
-        part: the part to read, inside its shape.
-        The file is not mapped: its pages would stay in memory next to the prepacked copies, and
-        truncating the file would kill the process.
-        """
-        self.require_floating()
-        shape = list(self.shape)
-        if part is not None:
-            shape[part.dim] = sum(map(len, part.ranges))
-        dtype = dtype or _DTYPES[self.dtype]
-        try:
-            tensor = _allocate(tuple(shape), dtype)
-        except (MemoryError, OSError, OverflowError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{self.path}: there is no memory for tensor {self.name!r} "
-                f"({math.prod(shape) * dtype.itemsize:,} bytes): {error}"
-            ) from error
-        try:
-            with self.path.open("rb") as file:
-                if part is not None and part.dim == 1:
-                    self._read_columns(file, tensor, part.ranges)
-                else:
-                    self._read_rows(file, tensor, part)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: tensor {self.name!r} cannot be read: {error}"
-            ) from error
-        return tensor
-
-    def _read_rows(self, file: BufferedReader, tensor: torch.Tensor, part: Part | None) -> None:
-        row = math.prod(self.shape[1:])
-        rows = range(self.shape[0] if self.shape else 1)
-        flat = tensor.view(-1)
-        for wanted in (rows,) if part is None else part.ranges:
-            span, flat = flat[: len(wanted) * row], flat[len(wanted) * row :]
-            file.seek(self.offset + wanted.start * row * _DTYPES[self.dtype].itemsize)
-            if tensor.dtype == _DTYPES[self.dtype]:
-                self._fill(file, span)
-                continue
-            for piece in span.split(_PIECE_NUMBERS):
-                piece.copy_(self._staged(file, piece.shape))
-
-    def _read_columns(
-        self, file: BufferedReader, tensor: torch.Tensor, columns: tuple[range, ...]
-    ) -> None:
-        """Reads full rows in pieces, because a row's part may be smaller than a disk block."""
-        file.seek(self.offset)
-        for piece in tensor.split(max(1, _PIECE_NUMBERS // self.shape[1])):
-            staged = self._staged(file, (len(piece), self.shape[1]))
-            piece.copy_(take_part(staged, Part(1, columns)))
-
-    def _staged(self, file: BufferedReader, shape: tuple[int, ...]) -> torch.Tensor:
-        staged = torch.empty(shape, dtype=_DTYPES[self.dtype])
-        self._fill(file, staged)
-        return staged
-
-    def _fill(self, file: BufferedReader, tensor: torch.Tensor) -> None:
-        if file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != tensor.nbytes:
-            raise CheckpointError(f"{self.path} ends within tensor {self.name!r}; save it again")
-
-
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory; that of a large tensor returns to the system when it is freed.
-
-    On the heap, freed tensors leave holes between the prepacked copies: 115 MiB for the 418 MiB of
-    a BERT-base, with glibc.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _MIN_MAPPED_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,23 +125,13 @@ class Weights(Mapping[str, torch.Tensor]):
         beside: names of more files, which hold what is not the model's own.
         on_tensor: called before each tensor is read; what it raises ends the reading.
         """
-        self._saved: dict[str, SavedTensor] = {}
-        num_tensors = 0
-        for path in [*weight_files(folder, spec), *(folder / name for name in beside)]:
-            header = read_header(path)
-            num_tensors += len(header)
-            if num_tensors > _MAX_TENSORS:
-                raise _too_many_tensors(path)
-            for tensor in header:
-                name = canonical_name(tensor.name, spec.prefixes)
-                if other := self._saved.get(name):
-                    raise CheckpointError(
-                        f"tensor {name!r} is saved twice: as {other.name!r} in {other.path} and "
-                        f"as {tensor.name!r} in {tensor.path}"
-                    )
-                self._saved[name] = tensor
-        _refuse_quantized(folder, self._saved)
-        _check_index(folder, {tensor.name for tensor in self._saved.values()})
+        paths, more = weight_files(folder, spec), [folder / name for name in beside]
+        self._saved: Mapping[str, StoredTensor]
+        if paths[0].suffix == GGUF_SUFFIX:
+            self._saved = {**named_tensors(read_gguf(paths), spec), **_safetensors(more, spec)}
+        else:
+            self._saved = _safetensors([*paths, *more], spec)
+            _check_index(folder, {tensor.name for tensor in self._saved.values()})
         self.used: set[str] = set()
         self._added: Mapping[str, Sequence[LowRank]] = {}
         self._dtype: torch.dtype | None = None
@@ -312,9 +170,15 @@ class Weights(Mapping[str, torch.Tensor]):
         return other
 
     def saved(self, name: str) -> SavedTensor:
-        """Where a tensor is saved; it then counts as used."""
+        """Where a tensor is saved; it then counts as used. CheckpointError for a quantised one."""
         self.used.add(name)
-        return self._saved[name]
+        saved = self._saved[name]
+        if not isinstance(saved, SavedTensor):
+            raise CheckpointError(
+                f"{saved.path}: tensor {saved.name!r} is quantised ({saved.scheme}), and what is "
+                "added to weights must be floats; give the adapters as they were trained"
+            )
+        return saved
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._saved:
@@ -334,7 +198,7 @@ class Weights(Mapping[str, torch.Tensor]):
             self._on_tensor()
         self.used.add(name)
         saved, added = self._saved[name], self._added.get(name)
-        if added is None and self._reader is not None:
+        if added is None and self._reader is not None and isinstance(saved, SavedTensor):
             return self._reader.read(saved, self._dtype or saved.torch_dtype, part=part)
         if added is None:
             return saved.read(self._dtype, part=part)
@@ -359,17 +223,47 @@ class Weights(Mapping[str, torch.Tensor]):
     @property
     def num_parameters(self) -> int:
         """Elements of all floating tensors, without position ids, which old versions saved."""
-        return sum(math.prod(t.shape) for t in self._saved.values() if t.dtype in _DTYPES)
+        return sum(math.prod(t.shape) for t in self._saved.values() if t.is_floating)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating dtype that most of the checkpoint's bytes are in; f32 where it has none."""
-        num_bytes = dict.fromkeys(_DTYPES, 0)
+        """The floating dtype that most of the checkpoint's numbers have; f32 where it has none."""
+        counts: Counter[torch.dtype] = Counter()
         for tensor in self._saved.values():
-            if tensor.dtype in num_bytes:
-                num_bytes[tensor.dtype] += tensor.num_bytes
-        largest = max(num_bytes, key=num_bytes.__getitem__)
-        return _DTYPES[largest] if num_bytes[largest] else torch.float32
+            if tensor.is_floating:
+                counts[tensor.torch_dtype] += math.prod(tensor.shape) * tensor.torch_dtype.itemsize
+        return counts.most_common(1)[0][0] if counts.total() else torch.float32
+
+    @property
+    def formats(self) -> dict[str, int]:
+        """Bytes that are saved in each format: dtypes of safetensors, and those of quantisers."""
+        found: Counter[str] = Counter()
+        for tensor in self._saved.values():
+            if tensor.is_floating:
+                format_name = tensor.dtype if isinstance(tensor, SavedTensor) else tensor.scheme
+                found[format_name] += tensor.num_bytes
+        return dict(found.most_common())
+
+
+def _safetensors(paths: list[Path], spec: ModelSpec) -> dict[str, SavedTensor]:
+    """The tensors of safetensors files by canonical name."""
+    found: dict[str, SavedTensor] = {}
+    num_tensors = 0
+    for path in paths:
+        header = read_header(path)
+        num_tensors += len(header)
+        if num_tensors > _MAX_TENSORS:
+            raise _too_many_tensors(path)
+        for tensor in header:
+            name = canonical_name(tensor.name, spec.prefixes)
+            if other := found.get(name):
+                raise CheckpointError(
+                    f"tensor {name!r} is saved twice: as {other.name!r} in {other.path} and "
+                    f"as {tensor.name!r} in {tensor.path}"
+                )
+            found[name] = tensor
+    _refuse_quantized(found)
+    return found
 
 
 def read_header(path: Path) -> list[SavedTensor]:
@@ -449,7 +343,7 @@ def _saved_tensor(path: Path, name: str, entry: Any, data_start: int) -> SavedTe
             num_bytes = end - begin
         case _:
             raise _damaged(path, f"tensor {name!r} is described as {entry!r:.120}")
-    if dtype in _DTYPES and num_bytes != math.prod(shape) * _DTYPES[dtype].itemsize:
+    if dtype in FLOAT_DTYPES and num_bytes != math.prod(shape) * FLOAT_DTYPES[dtype].itemsize:
         raise _damaged(path, f"tensor {name!r}: {num_bytes} bytes are no {dtype} {shape!r:.80}")
     return SavedTensor(path, name, dtype, tuple(shape), data_start + begin, num_bytes)
 
@@ -481,7 +375,8 @@ def canonical_name(saved: str, prefixes: Iterable[str]) -> str:
 
 
 def weight_files(folder: Path, spec: ModelSpec) -> list[Path]:
-    """The safetensors files of a checkpoint: model.safetensors, else those that the index names.
+    """The files of a checkpoint's weights: model.safetensors, else those that the index names, else
+    those of a GGUF model.
 
     Raises CheckpointError where there are none.
     """
@@ -489,6 +384,8 @@ def weight_files(folder: Path, spec: ModelSpec) -> list[Path]:
     if single.is_file():
         return [single]
     if not (folder / _INDEX).is_file():
+        if gguf := sorted(folder.glob(f"*{GGUF_SUFFIX}")):
+            return [path.resolve() for path in gguf]
         raise CheckpointError(_no_weights(folder, spec))
     names = sorted(set(_weight_map(folder).values()))
     if len(names) > _MAX_SHARDS:
@@ -506,13 +403,13 @@ def weight_files(folder: Path, spec: ModelSpec) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _refuse_quantized(folder: Path, names: Iterable[str]) -> None:
+def _refuse_quantized(tensors: Mapping[str, SavedTensor]) -> None:
     """Raises CheckpointError for tensors of a quantised checkpoint whose config.json is silent."""
-    for name in names:
+    for name, tensor in tensors.items():
         if scheme := _QUANTIZED.get(name.rpartition(".")[2]):
             raise CheckpointError(
-                f"{folder} holds weights quantised by {scheme} (tensor {name!r}), which bytetx "
-                "does not read; give the checkpoint in float32, float16 or bfloat16"
+                f"{tensor.path} holds weights quantised by {scheme} (tensor {name!r}), which "
+                "bytetx does not read; give the checkpoint in float32, float16 or bfloat16"
             )
 
 

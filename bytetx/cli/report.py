@@ -43,16 +43,11 @@ def _versions() -> dict[str, str]:
 
 
 def checkpoint_report(model: "Model") -> dict[str, Any]:
-    """Report what the loaded model says of itself, and the size and dtypes of its weight files."""
-    from bytetx.checkpoint.weights import read_header, weight_files
+    """Report what the loaded model says of itself, and the size of its weight files."""
+    from bytetx.checkpoint.weights import weight_files
 
     paths = weight_files(model.checkpoint.sentence.folder, model.checkpoint.spec)
-    dtypes = {tensor.dtype for path in paths for tensor in read_header(path)}
-    return {
-        **model.info(),
-        "weights_bytes": sum(path.stat().st_size for path in paths),
-        "weights_dtypes": sorted(name for name in dtypes if "F" in name),
-    }
+    return {**model.info(), "weights_bytes": sum(path.stat().st_size for path in paths)}
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -78,7 +73,7 @@ def _checkpoint_rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         "layers": f"{info['num_layers']} of {info['hidden_size']}, {info['num_heads']} heads, "
         f"feed-forward {info['intermediate_size']}",
         "parameters": f"{info['num_parameters']:,} in {info['weights_bytes'] / _MIB:,.0f} MiB "
-        f"({', '.join(info['weights_dtypes'])})",
+        f"({', '.join(info['weights_formats'])}; {info['weights_bits']:g} bits each)",
         "longest text": f"{info['max_tokens']:,} tokens",
         "vocabulary": f"{info['vocab_size']:,} tokens"
         + ("" if info["has_tokenizer"] else "; no tokenizer in the checkpoint"),

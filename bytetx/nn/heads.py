@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from bytetx.checkpoint.decision_heads import DecisionHeadSpec
+from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import HeadSpec, ModelSpec
-from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.tensors import TensorLoader

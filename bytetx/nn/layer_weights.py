@@ -11,8 +11,8 @@ from bytetx.checkpoint.layer_spec import (
     ExpertSpec,
 )
 from bytetx.checkpoint.norm_kinds import NORM_KINDS
+from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.checkpoint.weights import Part
 from bytetx.nn.alibi import model_slopes
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import load_convolution

@@ -81,7 +81,8 @@ class LoadedCheckpoint:
     router, routes: of a model whose task chooses a route; what is loaded is the default one.
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
-    the whole model where ranks share it.  batch_invariant: see nn/batch_invariance.py.
+    the whole model where ranks share it.  saved_formats: bytes in the files by format.
+    batch_invariant: see nn/batch_invariance.py.
     families: the folder of the caller's own families.
     """
 
@@ -99,6 +100,7 @@ class LoadedCheckpoint:
     dtype: torch.dtype
     quantization: str | None = None
     num_parameters: int = 0
+    saved_formats: Mapping[str, int] = field(default_factory=dict)
     token_weight: LinearWeight | None = None
     token_modules: tuple[Module, ...] = ()
     pair_template: ChatTemplate | None = None
@@ -267,6 +269,7 @@ def _load(
         dtype=dtype,
         quantization=quantization,
         num_parameters=weights.num_parameters,
+        saved_formats=weights.formats,
         token_weight=token_weight,
         token_modules=token_modules,
         tasks=tasks,

@@ -64,6 +64,8 @@ def frequencies_of(spec: RotarySpec) -> torch.Tensor:
     plain = 1.0 / spec.theta ** _exponents(spec)
     if spec.scaling == "linear":
         return plain / spec.factor
+    if spec.scaling == "factors":
+        return plain / torch.tensor(spec.factors, dtype=torch.float32)
     if spec.scaling == "ntk":
         return _ntk(spec)
     if spec.scaling == "llama3":

@@ -8,7 +8,8 @@ from itertools import islice
 import torch
 
 from bytetx.checkpoint.norm_kinds import NORM_KINDS
-from bytetx.checkpoint.weights import Part, Weights, take_part
+from bytetx.checkpoint.saved_tensor import Part, take_part
+from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear

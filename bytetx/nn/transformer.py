@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
 from bytetx.nn.alibi import alibi_bias, model_slopes
 from bytetx.nn.blocks import Blocks, LocalBlocks

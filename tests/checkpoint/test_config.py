@@ -144,7 +144,7 @@ def test_each_refusal_of_the_hub_has_its_own_error(tmp_path: Path) -> None:
             "has no weights in safetensors, only pytorch_model.bin",
         ),
         (["config.json", "tf_model.h5"], "has no weights in safetensors, none in a format"),
-        (["README.md", "model-q4.gguf"], "has its weights in GGUF only; GGUF is the format of"),
+        (["README.md", "model-q4.gguf"], r"has its weights in GGUF \(model-q4.gguf\), of which"),
         (["README.md"], "has no config.json; give the folder that save_pretrained wrote"),
     ],
     ids=str,
@@ -175,12 +175,12 @@ def test_an_unexpected_client_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_folders_that_are_no_checkpoint_but_something_known(tmp_path: Path) -> None:
     gguf = write(tmp_path / "gguf" / "model-q4.gguf", "")
-    with pytest.raises(CheckpointError, match="gguf has its weights in GGUF only.*safetensors"):
-        resolve_checkpoint(gguf.parent)
-    with pytest.raises(CheckpointError, match="model-q4.gguf: GGUF is the format of llama.cpp"):
-        resolve_checkpoint(gguf)
+    for path in (gguf, gguf.parent):
+        with pytest.raises(CheckpointError, match="model-q4.gguf is no GGUF file"):
+            resolve_checkpoint(path)
     write(gguf.parent / "config.json", {"model_type": "llama"})
-    with pytest.raises(CheckpointError, match="has its weights in GGUF only"):
+    write(gguf.parent / "model-q8.gguf", "")
+    with pytest.raises(CheckpointError, match="holds 2 GGUF models: model-q4.gguf, model-q8.gguf"):
         resolve_checkpoint(gguf.parent)
     write(gguf.parent / "model.safetensors", "")
     assert resolve_checkpoint(gguf.parent) == gguf.parent

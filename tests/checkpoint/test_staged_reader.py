@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 
 import bytetx
 from bytetx.checkpoint import staged_reader
+from bytetx.checkpoint.saved_tensor import Part, SavedTensor
 from bytetx.checkpoint.staged_reader import StagedReader
-from bytetx.checkpoint.weights import Part, SavedTensor, read_header
+from bytetx.checkpoint.weights import read_header
 from bytetx.errors import CheckpointError
 
 PARTS = [

@@ -14,10 +14,11 @@ from paths import ROOT
 from safetensors.torch import load_file, save_file
 from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # noqa: F401
 
-from bytetx.checkpoint import weights as weights_module
+from bytetx.checkpoint import saved_tensor
 from bytetx.checkpoint.files import load_config
+from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import build_spec
-from bytetx.checkpoint.weights import Part, Weights, read_header
+from bytetx.checkpoint.weights import Weights, read_header
 from bytetx.errors import CheckpointError
 from bytetx.nn import heads
 from bytetx.nn.loading import load_checkpoint
@@ -328,7 +329,7 @@ def test_parts_are_slices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Read and cast in pieces that end within rows and ranges."""
-    monkeypatch.setattr(weights_module, "_PIECE_NUMBERS", 100)
+    monkeypatch.setattr(saved_tensor, "_PIECE_NUMBERS", 100)
     name = "embeddings.word_embeddings.weight"
     saved = load_file(bert / "model.safetensors")[name]  # [60, 48]
     weights = Weights(bert, build_spec(load_config(bert))).cast(asked)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # noqa: F401
 
 import bytetx
-from bytetx.checkpoint import weights as weights_module
+from bytetx.checkpoint import saved_tensor
 from bytetx.checkpoint.files import load_config
 from bytetx.checkpoint.spec import build_spec
 from bytetx.checkpoint.weights import Weights, read_header
@@ -239,7 +239,7 @@ def test_memory_that_ends_while_weights_are_read(
             monkeypatch.context() as patch,
             pytest.raises(CheckpointError, match="there is no memory for tensor 'emb.*bytes"),
         ):
-            patch.setattr(weights_module, "_allocate", full)
+            patch.setattr(saved_tensor, "_allocate", full)
             bytetx.load(bert)
     for error in errors[1:]:
 

@@ -341,7 +341,7 @@ def test_info_counted_no_parameters_in_a_subfolder(bytetx: Bytetx, tmp_path: Pat
         modules[0]["path"] = "0_Transformer"
         (folder / "modules.json").write_text(json.dumps(modules))
     checkpoint = json.loads(bytetx("info", "-m", folder, "--json").out)["checkpoint"]
-    assert checkpoint["num_parameters"] > 10_000 and checkpoint["weights_dtypes"] == ["F32"]
+    assert checkpoint["num_parameters"] > 10_000 and list(checkpoint["weights_formats"]) == ["F32"]
     assert checkpoint["weights_bytes"] > 4 * checkpoint["num_parameters"]
 
 

@@ -20,7 +20,7 @@ from tiny import one_thread, random_ids, save, tiny_model  # noqa: F401  (one_th
 from tiny_decoders import tiny_decoder
 
 import bytetx
-from bytetx.checkpoint import weights as weights_module
+from bytetx.checkpoint import saved_tensor
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError, GroupError, InputError
 from bytetx.executor.channel import Channel
@@ -201,21 +201,21 @@ def test_a_rank_reads_its_share_alone(
     else:
         model = tiny_decoder(name, intermediate_size=1024, num_key_value_heads=8, **wide)
     folder, size, sizes = save(model, tmp_path), 4, []
-    allocate, staged = weights_module._allocate, weights_module.SavedTensor._staged
+    allocate, staged = saved_tensor._allocate, saved_tensor.SavedTensor._staged
 
     def tracked(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         sizes.append(int(np.prod(shape)))
         return allocate(shape, dtype)
 
     def tracked_piece(
-        self: weights_module.SavedTensor, file: object, shape: tuple[int, ...]
+        self: saved_tensor.SavedTensor, file: object, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        assert np.prod(shape) <= weights_module._PIECE_NUMBERS
+        assert np.prod(shape) <= saved_tensor._PIECE_NUMBERS
         return staged(self, file, shape)
 
-    monkeypatch.setattr(weights_module, "_allocate", tracked)
-    monkeypatch.setattr(weights_module.SavedTensor, "_staged", tracked_piece)
-    monkeypatch.setattr(weights_module, "_PIECE_NUMBERS", 8192)
+    monkeypatch.setattr(saved_tensor, "_allocate", tracked)
+    monkeypatch.setattr(saved_tensor.SavedTensor, "_staged", tracked_piece)
+    monkeypatch.setattr(saved_tensor, "_PIECE_NUMBERS", 8192)
     transformer, _ = load_shard(
         folder, blocks_of(load_spec(folder), 1, size), dtype=dtype, device=torch.device("cpu")
     )

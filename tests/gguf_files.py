@@ -1,0 +1,131 @@
+"""GGUF files of small models, written by the gguf package as llama.cpp's converter writes them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+
+F32 = GGMLQuantizationType.F32
+
+
+def write_gguf(
+    path: Path,
+    architecture: str,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    *,
+    kinds: Mapping[str, GGMLQuantizationType] | None = None,
+    raw: Mapping[str, GGMLQuantizationType] | None = None,
+) -> Path:
+    """kinds: formats that tensors are quantised to.  raw: of those that are bytes of blocks."""
+    writer = GGUFWriter(path, architecture)
+    for key, value in fields.items():
+        _add(writer, key.replace("ARCH", architecture), value)
+    for name, array in tensors.items():
+        if kind := (raw or {}).get(name):
+            writer.add_tensor(name, array, raw_dtype=kind)
+        elif (kind := (kinds or {}).get(name, F32)) == F32:
+            writer.add_tensor(name, np.ascontiguousarray(array, dtype=np.float32))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
+
+
+def fields_of(config: Any, **more: Any) -> dict[str, Any]:
+    """The sizes of a config of transformers, by GGUF's keys."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    heads = config.num_attention_heads
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    eps = {
+        "ARCH.attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "ARCH.attention.layer_norm_epsilon": next(
+            (
+                float(getattr(config, key))
+                for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+                if getattr(config, key, None) is not None
+            ),
+            None,
+        ),
+    }
+    found = {
+        "ARCH.context_length": config.max_position_embeddings,
+        "ARCH.embedding_length": config.hidden_size,
+        "ARCH.block_count": config.num_hidden_layers,
+        "ARCH.feed_forward_length": inner or 4 * config.hidden_size,
+        "ARCH.attention.head_count": heads,
+        "ARCH.attention.head_count_kv": getattr(config, "num_key_value_heads", heads),
+        "ARCH.rope.freq_base": rope.get("rope_theta"),
+        "ARCH.attention.sliding_window": getattr(config, "sliding_window", None),
+        "ARCH.attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "ARCH.final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        **eps,
+    }
+    return {key: value for key, value in (found | more).items() if value is not None}
+
+
+def tensors_of(
+    state: Mapping[str, torch.Tensor], config: Any, arch: gguf.MODEL_ARCH
+) -> dict[str, np.ndarray]:
+    """A checkpoint's tensors under GGUF's names and in its layout, as the converter makes them."""
+    table = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    found: dict[str, np.ndarray] = {}
+    is_tied = getattr(config, "tie_word_embeddings", False)
+    for name, tensor in state.items():
+        if name.startswith("pooler.") or (is_tied and name == "lm_head.weight"):
+            continue  # the converter leaves them out
+        stem, _, ending = name.removeprefix("roberta.").rpartition(".")
+        own = table.get_name(stem)
+        assert own is not None, f"gguf has no name for {name}"
+        if arch == gguf.MODEL_ARCH.BERT and own == "position_embd":
+            tensor = tensor[len(tensor) - config.max_position_embeddings :]
+        found[f"{own}.{ending}"] = in_gguf_layout(arch, own, ending, tensor.float(), config).numpy()
+    return found
+
+
+def in_gguf_layout(
+    arch: gguf.MODEL_ARCH, own: str, ending: str, tensor: torch.Tensor, config: Any
+) -> torch.Tensor:
+    arches = gguf.MODEL_ARCH
+    stem = own.rpartition(".")[2]
+    if arch in (arches.LLAMA, arches.GRANITE, arches.SMOLLM3) and stem in ("attn_q", "attn_k"):
+        heads = config.num_attention_heads if stem == "attn_q" else config.num_key_value_heads
+        halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+    if "GEMMA" in arch.name and own.endswith("norm"):
+        return tensor + 1
+    if (
+        arch == arches.GPT2
+        and ending == "weight"
+        and stem
+        in (
+            "attn_qkv",
+            "attn_output",
+            "ffn_up",
+            "ffn_down",
+        )
+    ):
+        return tensor.T
+    return tensor
