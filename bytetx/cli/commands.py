@@ -280,10 +280,10 @@ def classify(
 ) -> None:
     """Labels and scores of each text or pair (--column twice), best first."""
     from bytetx.cli.files.command import run_text_job
-    from bytetx.cli.files.tasks import classify_task
+    from bytetx.cli.files.tasks import list_task
 
     given = {"top_k": top_k, "raw_scores": raw_scores, **_overflow(options, overflow, stride)}
-    run_text_job(options, classify_task(given), takes_pairs=True)
+    run_text_job(options, list_task("classify", given), takes_pairs=True)
 
 
 @app.command()
@@ -299,10 +299,10 @@ def tag(
 ) -> None:
     """Tagged tokens or groups of tokens of each text, with character offsets."""
     from bytetx.cli.files.command import run_text_job
-    from bytetx.cli.files.tasks import tag_task
+    from bytetx.cli.files.tasks import list_task
 
     given = {"aggregation": aggregation, **_overflow(options, overflow, stride)}
-    run_text_job(options, tag_task(given))
+    run_text_job(options, list_task("tag", given))
 
 
 @app.command()
@@ -328,7 +328,7 @@ def answer(
 ) -> None:
     """Spans of each context that answer its question (columns question and context)."""
     from bytetx.cli.files.command import run_pair_job
-    from bytetx.cli.files.tasks import answer_task
+    from bytetx.cli.files.tasks import list_task
 
     given = {
         "top_k": top_k,
@@ -337,7 +337,7 @@ def answer(
         "chunk_tokens": chunk_tokens,
         "stride": stride,
     }
-    run_pair_job(options, answer_task(given), columns=("question", "context"))
+    run_pair_job(options, list_task("answer", given), columns=("question", "context"))
 
 
 @app.command()
@@ -345,9 +345,9 @@ def answer(
 def fill_mask(options: JobOptions, top_k: TopK = 5) -> None:
     """The best tokens for each mask of each text."""
     from bytetx.cli.files.command import run_text_job
-    from bytetx.cli.files.tasks import fill_mask_task
+    from bytetx.cli.files.tasks import list_task
 
-    run_text_job(options, fill_mask_task({"top_k": top_k, "truncate": options.truncate}))
+    run_text_job(options, list_task("fill_mask", {"top_k": top_k, "truncate": options.truncate}))
 
 
 @app.command()

@@ -115,72 +115,36 @@ _COLUMN_TYPES = {
 }
 
 
-def classify_task(options: dict[str, Any]) -> JobTask:
-    """Labels and scores, best first. options: keyword arguments of Model.classify."""
-    fields: dict[str, ColumnType] = {"label": "string", "score": "float64"}
-    return _list_task("classify", method="classify", key="labels", fields=fields, options=options)
+_SPAN: dict[str, ColumnType] = {"start": "int64", "end": "int64"}
+# By method of Model, whose answer to a text is a list of records: the key of a row's list, and the
+# fields of a record, which are attributes of an answer.
+_LISTS: dict[str, tuple[str, Mapping[str, ColumnType]]] = {
+    "classify": ("labels", {"label": "string", "score": "float64"}),
+    # The names of Hugging Face's token-classification pipeline.
+    "tag": ("entities", {"entity_group": "string", "score": "float64", "word": "string", **_SPAN}),
+    "answer": ("answers", {"answer": "string", "score": "float64", **_SPAN}),
+    "fill_mask": (
+        "fills",
+        {
+            "mask_index": "int64",
+            "score": "float64",
+            "token": "int64",
+            "token_str": "string",
+            "sequence": "string",
+        },
+    ),
+}
+_TOKENS: dict[str, ColumnType] = {"entity": "string", "score": "float64", "index": "int64"}
 
 
-def tag_task(options: dict[str, Any]) -> JobTask:
-    """Tagged tokens or groups, with the names of Hugging Face's token-classification pipeline.
+def list_task(method: str, options: dict[str, Any]) -> JobTask:
+    """A task of _LISTS: {"index": i, key: [{...}, ...]} for each text.
 
-    options: keyword arguments of Model.tag.
+    options: keyword arguments of the Model's method.
     """
-    tokens: dict[str, ColumnType] = {
-        "entity": "string",
-        "score": "float64",
-        "index": "int64",
-        "word": "string",
-        "start": "int64",
-        "end": "int64",
-    }
-    groups: dict[str, ColumnType] = {
-        "entity_group": "string",
-        "score": "float64",
-        "word": "string",
-        "start": "int64",
-        "end": "int64",
-    }
-    fields = tokens if options["aggregation"] == "none" else groups
-    return _list_task("tag", method="tag", key="entities", fields=fields, options=options)
-
-
-def answer_task(options: dict[str, Any]) -> JobTask:
-    """The best spans of each context. options: keyword arguments of Model.answer."""
-    fields: dict[str, ColumnType] = {
-        "answer": "string",
-        "score": "float64",
-        "start": "int64",
-        "end": "int64",
-    }
-    return _list_task("answer", method="answer", key="answers", fields=fields, options=options)
-
-
-def fill_mask_task(options: dict[str, Any]) -> JobTask:
-    """The best fillings of each mask. options: keyword arguments of Model.fill_mask."""
-    fields: dict[str, ColumnType] = {
-        "mask_index": "int64",
-        "score": "float64",
-        "token": "int64",
-        "token_str": "string",
-        "sequence": "string",
-    }
-    return _list_task("fill-mask", method="fill_mask", key="fills", fields=fields, options=options)
-
-
-def _list_task(
-    name: str,
-    *,
-    method: str,
-    key: str,
-    fields: Mapping[str, ColumnType],
-    options: dict[str, Any],
-) -> JobTask:
-    """A task whose answer to a text is a list of records: {"index": i, key: [{...}, ...]}.
-
-    method: the Model's.  fields: of a record, which are attributes of an answer; that of
-    "entity_group" is called entity there, as it is without groups.
-    """
+    key, fields = _LISTS[method]
+    if options.get("aggregation") == "none":  # tokens, not groups of them
+        fields = {**_TOKENS, "word": "string", **_SPAN}
     attributes = {field: "entity" if field == "entity_group" else field for field in fields}
 
     def to_json(answer: Any) -> str:
@@ -192,7 +156,7 @@ def _list_task(
         run([], **options)  # checks the model and the options early
         return _streaming(run, options), _line_encoder(to_json, suffix)
 
-    return JobTask(name, options, {key: [dict(fields)]}, open_task)
+    return JobTask(method.replace("_", "-"), options, {key: [dict(fields)]}, open_task)
 
 
 def score_task(options: dict[str, Any]) -> JobTask:
