@@ -43,7 +43,8 @@ async def run(
     backend = exchange.site.ready_backend()
     outcome = await backend.run(Call(facts.name, task, inputs, options))
     exchange.result_bytes += _num_bytes(outcome)
-    exchange.timings = outcome.timings.added(exchange.timings)
+    earlier = exchange.timings
+    exchange.timings = outcome.timings if earlier is None else outcome.timings.added(earlier)
     return outcome
 
 

@@ -32,10 +32,8 @@ class Timings:
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
 
-    def added(self, other: "Timings | None") -> "Timings":
+    def added(self, other: "Timings") -> "Timings":
         """Return the timings of both calls of one request together."""
-        if other is None:
-            return self
         texts = self.num_texts + other.num_texts
 
         def mean(name: str) -> float:

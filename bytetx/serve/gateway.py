@@ -129,14 +129,13 @@ _DOCS_POLICY = (
 class Exchange(Request):
     """One request on its way through an endpoint.
 
-    request_id, style: for its answer.  facts, timings and the rest: for its record; endpoints set
+    request_id: for its answer.  facts, timings and the rest: for its record; endpoints set
     them.
     """
 
     site: Site
     request_id: str
     route: str  # the path without the model's name
-    style: Style
     model_name: str | None = None  # as the path's prefix names it
     started: float
     body_bytes: bytes = b""
@@ -147,6 +146,11 @@ class Exchange(Request):
     token_seconds: float | None = None
     num_ignored_fields: int = 0
     result_bytes: int = 0  # memory of the results that the answer is written from
+
+    @property
+    def style(self) -> Style:
+        """The style of its errors."""
+        return style_of(self.route)
 
 
 Endpoint = Callable[..., Awaitable[Response]]
@@ -184,7 +188,7 @@ class Gateway:
         is_usable = given is not None and _REQUEST_ID.fullmatch(given) is not None
         exchange.request_id = given.decode() if given and is_usable else uuid.uuid4().hex
         path = self._path(scope["path"], exchange)
-        exchange.route, exchange.style = path, style_of(path)
+        exchange.route = path
         is_docs = path in _DOCS or path.startswith(f"{DOCS_FILES}/")
         if is_docs and scope["method"] in ("GET", "HEAD"):
             await self._app(scope, receive, _docs_send(exchange))

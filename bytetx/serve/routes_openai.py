@@ -31,7 +31,7 @@ async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
         body.input,
         normalize=normalize_option(facts, True),
         dimensions=body.dimensions,
-        pooling=exchange.site.settings.pooling_mode,
+        pooling=exchange.site.settings.pooling,
         truncate=truncates(exchange, body.truncate),
         **prompt_options(exchange, body.prompt_name),
     )

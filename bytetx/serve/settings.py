@@ -34,6 +34,7 @@ class ServeSettings:
     models: at least one, the first serves requests that name none.
     accepts_any_name: whether a request may name a model that is not served; only for one model.
     ignores_unknown_fields: whether all routes pass over fields of requests that they do not know.
+    pooling: a mode as Model.embed takes it; what TEI calls otherwise is renamed.
     max_*, payload_limit_bytes: limits of requests; every one is named in its error.
     metrics_names: sets of metric names, of METRICS_NAMES; the first one is always there.
     log_level: the least of LOG_LEVELS that is written.  access_log: a line for each request.
@@ -102,17 +103,14 @@ class ServeSettings:
             raise OptionError(
                 f"--log-level must be one of {', '.join(LOG_LEVELS)}, got {shown(self.log_level)}"
             )
+        if self.pooling in _TEI_POOLING:
+            object.__setattr__(self, "pooling", _TEI_POOLING[self.pooling])
         check_draft_size(self.num_speculative_tokens)
         if not all(map(_KEY.fullmatch, self.api_keys)):
             raise OptionError(
                 "--api-key must be one or more visible ASCII characters, as a header carries them, "
                 "and one of those given is not; leave it out to serve without a key"
             )
-
-    @property
-    def pooling_mode(self) -> str | None:
-        """The mode as Model.embed takes it; None is the checkpoint's own."""
-        return None if self.pooling is None else _TEI_POOLING.get(self.pooling, self.pooling)
 
 
 def model_sources(given: Sequence[str], served_names: Sequence[str] = ()) -> list[ModelSource]:

@@ -23,5 +23,5 @@ def test_embed_is_short(checkpoints: dict[str, Path]) -> None:
         return post
 
     files, functions, _ = path_length(make)
-    assert files <= 42, files
-    assert functions <= 240, functions
+    assert files <= 37, files
+    assert functions <= 233, functions
