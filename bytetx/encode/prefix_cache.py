@@ -14,7 +14,7 @@ from bytetx.encode.prefixes import (
     MIN_PREFIX_TOKENS,
     Roots,
     SharedRows,
-    common_length,
+    common_tokens,
     words_of,
 )
 from bytetx.encode.request import Requests
@@ -47,7 +47,7 @@ class _WordTable(Generic[T]):
         """The word that has the most tokens at its start in common with one, and how many."""
         at, found = bisect_left(self._sorted, word), (b"", 0)
         for other in self._sorted[max(at - 1, 0) : at + 1]:
-            common = common_length(_ids(word), _ids(other))
+            common = common_tokens(word, other)
             if common > found[1]:
                 found = other, common
         return found
@@ -232,7 +232,3 @@ class PrefixCache:
                 chosen.append(word)
                 left -= tokens
         return [(kept[word], len(word) // ID_BYTES) for word in chosen]
-
-
-def _ids(word: bytes) -> np.ndarray:
-    return np.frombuffer(word, dtype=np.int32)

@@ -43,9 +43,14 @@ def prefix_order(requests: Requests) -> PrefixOrder | None:
     longest = np.maximum.reduceat(requests.seqlens[order], starts)
     groups = np.argsort(-longest, kind="stable")
     rows = rows_of(starts[groups], sizes[groups])
-    seqlens = requests.seqlens[order[rows]]
-    most = np.ceil(seqlens * MOST_SHARED).astype(np.int32)
-    return PrefixOrder(order[rows], np.minimum(shared[rows], np.minimum(most, seqlens - 1)))
+    most = most_shared(requests.seqlens[order[rows]])
+    return PrefixOrder(order[rows], np.minimum(shared[rows], most))
+
+
+def most_shared(seqlens: np.ndarray) -> np.ndarray:
+    """int32: tokens of texts that a step need not count where they are shared."""
+    most: np.ndarray = np.minimum(np.ceil(seqlens * MOST_SHARED), seqlens - 1)
+    return most.clip(0).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +205,14 @@ class _Tree:
         return SharedRows(tree, kept, tree.rows_of(own), lens)
 
 
+def word_of(token_ids: np.ndarray) -> bytes:
+    """Token ids in ID_BYTES each, the highest first: bytes compare as ids do."""
+    return token_ids.astype(">i4").tobytes()
+
+
 def words_of(requests: Requests) -> list[bytes]:
-    """The token ids of each text in ID_BYTES each, the highest first: bytes compare as ids do."""
-    text = requests.token_ids.astype(">i4").tobytes()
+    """The word of each text."""
+    text = word_of(requests.token_ids)
     bounds = (ID_BYTES * requests.cu_seqlens).tolist()
     return [text[start:stop] for start, stop in pairwise(bounds)]
 
@@ -228,6 +238,11 @@ def _in_common(requests: Requests, order: np.ndarray) -> np.ndarray:
         own, other = ids[bounds[a] : bounds[a + 1]], ids[bounds[b] : bounds[b + 1]]
         shared[at] = common_length(own, other)
     return shared
+
+
+def common_tokens(word: bytes, other: bytes) -> int:
+    """Tokens at the start of two words that are the same."""
+    return common_length(np.frombuffer(word, np.int32), np.frombuffer(other, np.int32))
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:

@@ -7,12 +7,13 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
+from itertools import count, islice
 from typing import Any, Protocol
 
 import numpy as np
 
-from bytetx.encode.prefixes import prefix_order
+from bytetx.encode.prefix_index import Place, PrefixIndex
+from bytetx.encode.prefixes import MIN_PREFIX_TOKENS, most_shared, prefix_order
 from bytetx.encode.request import Requests
 from bytetx.errors import InputError
 
@@ -23,6 +24,9 @@ _MAX_PASSED_OVER = 16
 # A call gets at least so large a share of a step at a time: with many calls of many texts, the
 # shortest first would be one text of each in turn, and the work on the host one of each text.
 _LEAST_SHARE = 32
+# Texts of a call whose beginnings a step remembers, and groups of texts of other calls that begin
+# like them and that it takes along, in at most half of its tokens.
+_MAX_BEGINNINGS, _MAX_MATES = 16, 64
 _BUDGET_PARTS = 32  # granularity of step sizes; the buckets of CUDA graphs have the same
 
 
@@ -32,15 +36,19 @@ class QueuedTexts:
 
     requests: their columns, in this order.  num_shared: int32 [num_texts], tokens that each has in
     common with the next one, which a step that has both computes once; None where they are not
-    looked for.  cu_tokens: prefix sums of the tokens that each adds to a step that has the next.
+    looked for.  cu_seqlens: of requests.  cu_tokens: prefix sums of the tokens that each adds to a
+    step that has the next.
     time: when they were queued.  num_left: texts that are in no step yet, the first ones.
+    place: of the next text among those of all that wait, if it is there.
     """
 
     requests: Requests
+    cu_seqlens: np.ndarray
     cu_tokens: np.ndarray
     time: float
     num_left: int
     num_shared: np.ndarray | None = None
+    place: Place | None = None
 
     @property
     def next_tokens(self) -> int:
@@ -61,10 +69,13 @@ class QueuedTexts:
         """Tokens of the next text and of those that have a prefix in common with it."""
         if self.num_shared is None:
             return self.next_tokens
-        stop = self.num_left
-        apart = np.flatnonzero(self.num_shared[: stop - 1] == 0)
+        apart = np.flatnonzero(self.num_shared[: self.num_left - 1] == 0)
         start = int(apart[-1]) + 1 if len(apart) else 0
         return self.left_tokens - int(self.cu_tokens[start])
+
+    def ids(self, text: int) -> np.ndarray:
+        """The token ids of a text."""
+        return self.requests.token_ids[self.cu_seqlens[text] : self.cu_seqlens[text + 1]]
 
 
 class Receiver(Protocol):
@@ -129,6 +140,12 @@ class OpenCall:
         key: Hashable = self.task.key
         return key
 
+    @cached_property
+    def pass_key(self) -> Hashable:
+        """Equal for calls whose texts run in one forward pass."""
+        task = self.task  # which the queue does not know
+        return True if getattr(task, "shares_pass", False) else getattr(task, "key", task)
+
     @property
     def has_room(self) -> bool:
         """Whether `waiter` need not wait any more."""
@@ -159,11 +176,53 @@ class Taken:
         own = int(self.texts.cu_tokens[self.stop] - self.texts.cu_tokens[self.start])
         return own + self.texts.shared_with_next(self.stop)
 
+    def beginnings(self, most: int) -> list[np.ndarray]:
+        """Token ids of one text of each group with a common prefix, at most so many; of texts that
+        are long enough to have one."""
+        shared, first = self.texts.num_shared, max(self.start, self.stop - most)
+        ends: Sequence[int] = range(first, self.stop)
+        if shared is not None:
+            apart = self.start + np.flatnonzero(shared[self.start : self.stop - 1] == 0)
+            ends = [*apart[1 - most :].tolist(), self.stop - 1]
+        found = map(self.texts.ids, ends)
+        return [ids for ids in found if len(ids) > MIN_PREFIX_TOKENS]
+
     def requests(self) -> Requests:
         """The columns of these texts, views of all that were queued together."""
         if self.num_texts == len(self.texts.requests):
             return self.texts.requests
         return self.texts.requests.cut([self.start, self.stop])[0]
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A step that is being filled.
+
+    room: tokens that it may still have.  mates_room, num_mates: of that, tokens for texts that
+    begin like those that it has, and groups of them so far.
+    begun: texts that it has, by the pass that runs them, of those that others which wait begin
+    like.  unmet: those of them, with their calls, that nobody looked for mates of.
+    """
+
+    room: int
+    taken: list[Taken] = field(default_factory=list)
+    mates_room: int = 0
+    num_mates: int = 0
+    begun: dict[Hashable, PrefixIndex[None]] = field(default_factory=dict)
+    unmet: list[tuple[OpenCall, np.ndarray]] = field(default_factory=list)
+
+    def remember(self, call: OpenCall, ids: np.ndarray) -> None:
+        """Notes a text that the step has."""
+        self.begun.setdefault(call.pass_key, PrefixIndex()).put(ids, None)
+        self.unmet.append((call, ids))
+
+    def in_common(self, call: OpenCall, texts: QueuedTexts) -> int:
+        """Tokens of the next of these texts that the step has already and does not count again."""
+        begun = self.begun.get(call.pass_key)
+        if begun is None or texts.place is None:
+            return 0
+        common, _ = next(begun.near(texts.ids(texts.num_left - 1)), (0, None))
+        return min(common, int(most_shared(np.array(texts.next_tokens))))
 
 
 class RequestQueue:
@@ -173,8 +232,9 @@ class RequestQueue:
     single texts run the shortest first, and a call of many texts comes after what is small.  A text
     that has waited for age_limit_s comes before all ranks and classes, the oldest first, in up to
     half of each step.  Times are seconds of whatever clock the caller has.
-    shares_prefixes: steps compute tokens that neighbours have in common once: texts of a call with
-    a common prefix stay together, and count what is left of them.
+    shares_prefixes: steps compute tokens that texts have in common once: texts of a call with a
+    common prefix stay together, and count what is left of them; those of other calls of the class
+    that begin alike come along, in up to half of a step, and count what the step has not.
     """
 
     def __init__(self, *, age_limit_s: float, shares_prefixes: bool = False):
@@ -184,6 +244,9 @@ class RequestQueue:
         self._numbers = count()
         self._num_stale = 0
         self._passed_over: OpenCall | None = None
+        # The next texts of what waits, and what is not among them yet.
+        self._nexts = PrefixIndex[tuple[OpenCall, QueuedTexts]]()
+        self._unplaced: list[tuple[OpenCall, QueuedTexts]] = []
         self.num_queued = 0
         self.queued_tokens = 0
 
@@ -201,14 +264,17 @@ class RequestQueue:
             return
         found = prefix_order(requests) if self._shares_prefixes and len(requests) > 1 else None
         if found is not None:
-            requests = requests.take(found.texts)
-            cu_tokens = np.append(0, np.cumsum(requests.seqlens - found.num_shared, dtype=np.int64))
-            texts = QueuedTexts(requests, cu_tokens, now, len(requests), found.num_shared)
+            requests, shared = requests.take(found.texts), found.num_shared
+            own = np.append(0, np.cumsum(requests.seqlens - shared, dtype=np.int64))
+            texts = QueuedTexts(requests, requests.cu_seqlens, own, now, len(requests), shared)
         else:
             if len(requests) > 1:
                 requests = longest_first(requests)
-            texts = QueuedTexts(requests, requests.cu_seqlens, now, len(requests))
+            bounds = requests.cu_seqlens
+            texts = QueuedTexts(requests, bounds, bounds, now, len(requests))
         call.waiting.append(texts)
+        if self._shares_prefixes:
+            self._unplaced.append((call, texts))
         self._arrivals.append((call, texts))
         self._count(call, len(requests), int(texts.cu_tokens[-1]))
         if call.entry < 0:
@@ -218,6 +284,9 @@ class RequestQueue:
         """Forgets a call's texts that are in no step yet."""
         call.is_dropped = True
         self._count(call, -call.num_queued, -call.queued_tokens)
+        for texts in call.waiting:
+            if texts.place is not None:
+                self._nexts.remove(texts.place)
         call.waiting.clear()
         if call.entry >= 0:
             call.entry = -1
@@ -235,30 +304,33 @@ class RequestQueue:
         """
         if self.queued_tokens <= budget:
             return self._take_all()
-        taken: list[Taken] = []
-        room = self._take_aged(taken, budget, now)
-        if not taken:
-            room = self._take_passed_over(taken, room)
+        self._place_all()
+        step = _Filling(budget)
+        self._take_aged(step, now)
+        if not step.taken:
+            self._take_passed_over(step)
+        step.mates_room = step.room // 2
+        self._take_mates(step)
         for priority in sorted(self._heaps):
-            if room <= 0:
+            if step.room <= 0:
                 break
-            room = self._take_ranked(self._heaps[priority], taken, room)
+            self._take_ranked(self._heaps[priority], step)
             if not self._heaps[priority]:
                 del self._heaps[priority]
         self._forget()
-        return taken
+        return step.taken
 
     def take_short(self, max_rank: int) -> list[Taken]:
         """Texts of the best class that has any, while their ranks and their sum are that small."""
-        taken: list[Taken] = []
+        step = _Filling(max_rank)
         for priority in sorted(self._heaps):
             heap = self._heaps[priority]
             if self._best(heap) is None:
                 continue
-            self._take_ranked(heap, taken, max_rank, max_rank=max_rank)
+            self._take_ranked(heap, step, max_rank=max_rank)
             break
         self._forget()
-        return taken
+        return step.taken
 
     def _count(self, call: OpenCall, num_texts: int, num_tokens: int) -> None:
         call.num_queued += num_texts
@@ -296,17 +368,16 @@ class RequestQueue:
         self._forget()
         return taken
 
-    def _take_aged(self, taken: list[Taken], budget: int, now: float) -> int:
-        """Takes texts beyond the age limit. Returns the room that is left in the step."""
-        room, share = budget, budget // 2
+    def _take_aged(self, step: _Filling, now: float) -> None:
+        """Takes texts beyond the age limit."""
+        others = step.room - step.room // 2
         while (oldest := self._oldest()) is not None:
             call, texts = oldest
-            if now - texts.time < self._age_limit_s or (taken and share < texts.next_tokens):
+            common, share = step.in_common(call, texts), step.room - others
+            needed = texts.next_tokens - common
+            if now - texts.time < self._age_limit_s or (step.taken and share < needed):
                 break
-            found = self._take_texts(call, texts, tokens=max(share, texts.next_tokens))
-            taken.append(found)
-            share, room = share - found.total_tokens, room - found.total_tokens
-        return room
+            self._take_into(step, call, texts, tokens=max(share, needed), common=common)
 
     def _oldest(self) -> tuple[OpenCall, QueuedTexts] | None:
         while self._arrivals:
@@ -316,50 +387,102 @@ class RequestQueue:
             self._arrivals.popleft()
         return None
 
-    def _take_passed_over(self, taken: list[Taken], room: int) -> int:
+    def _take_passed_over(self, step: _Filling) -> None:
         """Takes the text that the last step had no room for, unless a better class waits."""
         call, self._passed_over = self._passed_over, None
         if call is None or not call.waiting:
-            return room
+            return
         for priority in sorted(self._heaps):
             if priority < call.priority and self._best(self._heaps[priority]) is not None:
-                return room
+                return
         texts = call.waiting[0]
-        tokens = max(texts.next_tokens, min(texts.group_tokens, room))
-        taken.append(self._take_texts(call, texts, tokens=tokens))
-        return room - taken[-1].total_tokens
+        tokens = max(texts.next_tokens, min(texts.group_tokens, step.room))
+        self._take_into(step, call, texts, tokens=tokens)
 
     def _take_ranked(
         self,
         heap: list[tuple[int, int, OpenCall]],
-        taken: list[Taken],
-        room: int,
+        step: _Filling,
         *,
         max_rank: int | None = None,
-    ) -> int:
-        """Takes texts of one class by their ranks. Returns the room that is left."""
+    ) -> None:
+        """Takes texts of one class by their ranks."""
         passed_over: list[OpenCall] = []
-        least = room // _LEAST_SHARE
-        while room > 0 and len(passed_over) < _MAX_PASSED_OVER:
+        least = step.room // _LEAST_SHARE
+        while step.room > 0 and len(passed_over) < _MAX_PASSED_OVER:
             call = self._best(heap)
             if call is None or (max_rank is not None and heap[0][0] > max_rank):
                 break
             heapq.heappop(heap)
             call.entry = -1
             texts = call.waiting[0]
-            if texts.next_tokens > room and taken:
+            common = step.in_common(call, texts)
+            needed = texts.next_tokens - common
+            if needed > step.room and step.taken:
                 passed_over.append(call)
                 continue
             following = self._best(heap)
-            tokens = room if following is None else min(room, heap[0][0] - _served(call))
-            tokens = max(tokens, min(least, room))
-            taken.append(self._take_texts(call, texts, tokens=max(tokens, texts.next_tokens)))
-            room -= taken[-1].total_tokens
+            tokens = step.room if following is None else min(step.room, heap[0][0] - _served(call))
+            tokens = max(tokens, min(least, step.room), needed)
+            step.unmet.clear()
+            self._take_into(step, call, texts, tokens=tokens, common=common)
+            self._take_mates(step)
+        passed_over = [call for call in passed_over if call.waiting]  # some came along as mates
         for call in passed_over:
-            self._push(call)
+            if call.entry < 0:
+                self._push(call)
         if passed_over and max_rank is None and self._passed_over is None:
             self._passed_over = passed_over[0]
-        return room
+
+    def _take_mates(self, step: _Filling) -> None:
+        """Takes texts of other calls of a class that begin like those that a step has just got,
+        those that have the most in common first, and of equal ones those that came first."""
+        while step.unmet and step.mates_room > 0 and step.num_mates < _MAX_MATES:
+            own, ids = step.unmet.pop()
+            near = [
+                (common, call, texts)
+                for common, (call, texts) in islice(self._nexts.near(ids), _MAX_MATES)
+                if call is not own
+                and (call.priority, call.pass_key) == (own.priority, own.pass_key)
+            ]
+            near.sort(key=lambda mate: (-mate[0], mate[1].entry))
+            for _, call, texts in near:
+                common, room = step.in_common(call, texts), min(step.room, step.mates_room)
+                if texts.next_tokens - common > room:
+                    continue
+                tokens = min(texts.group_tokens - common, room)
+                added = self._take_into(step, call, texts, tokens=tokens, common=common)
+                step.mates_room -= added
+                step.num_mates += 1
+
+    def _take_into(
+        self, step: _Filling, call: OpenCall, texts: QueuedTexts, *, tokens: int, common: int = 0
+    ) -> int:
+        """Takes the last texts, as many as add at most so many tokens to a step; one at least.
+
+        common: tokens of the next one that the step has already.  Returns the tokens that it adds.
+        """
+        found = self._take_texts(call, texts, tokens=tokens + common)
+        added = found.total_tokens - common
+        step.taken.append(found)
+        step.room -= added
+        if self._nexts:
+            for ids in found.beginnings(_MAX_BEGINNINGS):
+                if self._nexts.has(ids):
+                    step.remember(call, ids)
+        return added
+
+    def _place_all(self) -> None:
+        """Puts what was queued since the last step among the next texts."""
+        for call, texts in self._unplaced:
+            if not call.is_dropped and texts.place is None:
+                self._place(call, texts)
+        self._unplaced.clear()
+
+    def _place(self, call: OpenCall, texts: QueuedTexts) -> None:
+        texts.place, last = None, texts.num_left - 1
+        if last >= 0 and texts.next_tokens > MIN_PREFIX_TOKENS:
+            texts.place = self._nexts.put(texts.ids(last), (call, texts))
 
     def _take_texts(self, call: OpenCall, texts: QueuedTexts, *, tokens: int) -> Taken:
         """Takes the last texts, as many as have at most so many tokens; one at least."""
@@ -369,6 +492,9 @@ class RequestQueue:
         start = min(int(np.searchsorted(starts, first)), stop - 1)
         found = Taken(call, texts, start, stop)
         texts.num_left = start
+        if texts.place is not None:
+            self._nexts.remove(texts.place)
+            self._place(call, texts)
         if not start:
             call.waiting.remove(texts)
         self._count(call, -found.num_texts, texts.left_tokens - before)
@@ -392,6 +518,7 @@ class RequestQueue:
                 del self._heaps[priority]
         waiting = ((call, texts) for call, texts in self._arrivals if not call.is_dropped)
         self._arrivals = deque(waiting)
+        self._unplaced = [(call, texts) for call, texts in self._unplaced if not call.is_dropped]
         self._num_stale = 0
 
     def _forget(self) -> None:
@@ -399,7 +526,10 @@ class RequestQueue:
         if not self.num_queued:
             self._heaps.clear()
             self._arrivals.clear()
+            self._unplaced.clear()
             self._num_stale, self._passed_over = 0, None
+            if self._nexts:
+                self._nexts = PrefixIndex()
 
 
 def longest_first(requests: Requests) -> Requests:
