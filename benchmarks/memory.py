@@ -2,9 +2,7 @@
 
 import gc
 import json
-import math
 import re
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +53,7 @@ def main(checkpoint: str, dtype_name: str, num_texts: str) -> None:
     sizes = {
         "growth_mib": peak - baseline,
         "baseline_mib": baseline,
-        "weights_mib": _num_weights(Path(checkpoint)) * itemsize / _MIB,
+        "weights_mib": model.checkpoint.num_parameters * itemsize / _MIB,
         "workspace_mib": model.spec.workspace_bytes(model.token_budget, itemsize) / _MIB,
         "results_mib": result.vectors.nbytes / _MIB,
     }
@@ -77,19 +75,6 @@ def status_mib(key: str) -> float:
 def reset_peak() -> None:
     """Makes VmHWM start again from now: the imports' own peak is not the run's."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _num_weights(checkpoint: Path) -> int:
-    """Numbers in the checkpoint's safetensors files, from their headers."""
-    return sum(_num_in_file(path) for path in checkpoint.glob("*.safetensors"))
-
-
-def _num_in_file(path: Path) -> int:
-    with path.open("rb") as file:
-        (header_bytes,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(header_bytes))
-    header.pop("__metadata__", None)
-    return sum(math.prod(entry["shape"]) for entry in header.values())
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ transformers is an older one.
 
 import json
 import site
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ def main(work: str, device: str, packages: str | None = None) -> None:
     notes: list[str] = []
     with torch.inference_mode():
         np.save(folder / HIDDEN_STATES, run().float().cpu().numpy())
-        found = {"packed-encoders": _wall_us(run, device)}
+        found = {"packed-encoders": _wall_us(run)}
         if device.startswith("cuda"):
             found |= _graph_us(run, notes)
     print("\n" + json.dumps({"us": found, "notes": notes}))
@@ -74,23 +72,13 @@ def _load(folder: Path, device: str, lengths: Any, ids: Any) -> Callable[[], Any
     return lambda: engine.forward_packed(batch)
 
 
-def _wall_us(run: Callable[[], Any], device: str) -> float:
+def _wall_us(run: Callable[[], Any]) -> float:
     """Median microseconds from the first launch to the end of the last kernel."""
-    import torch
+    from benchmarks.gpu import wall_us
 
-    def wait() -> None:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-
-    times = []
-    for i in range(_WARM_UP + _ROUNDS):
-        wait()
-        began = time.perf_counter()
+    for _ in range(_WARM_UP):
         run()
-        wait()
-        if i >= _WARM_UP:
-            times.append((time.perf_counter() - began) * 1e6)
-    return statistics.median(times)
+    return wall_us(run, rounds=_ROUNDS)
 
 
 def _graph_us(run: Callable[[], Any], notes: list[str]) -> dict[str, float]:

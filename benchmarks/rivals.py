@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.measure import cosine_distance
 from bytetx import __version__
@@ -71,7 +72,7 @@ class PaddedRival:
             tokens = self._tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
             input_ids, mask = tokens["input_ids"], tokens["attention_mask"]
         else:
-            input_ids, mask = _padded(cast(Sequence[Sequence[int]], batch))
+            input_ids, mask = padded(cast(Sequence[Sequence[int]], batch))
         input_ids, mask = input_ids.to(self._device), mask.to(self._device)
         hidden_states = self._forward(input_ids, mask)  # [batch_size, max_seqlen, hidden_size]
         keep = mask.unsqueeze(-1).to(hidden_states.dtype)
@@ -309,18 +310,14 @@ _LOADERS: dict[str, tuple[tuple[str, ...], Loader]] = {
 
 def _example() -> tuple[Tensor, Tensor]:
     """Small inputs for tracing, with pad tokens so that the mask stays in the graph."""
-    return _padded([[1, 2, 3, 4, 5], [6, 7, 8]])
+    return padded([[1, 2, 3, 4, 5], [6, 7, 8]])
 
 
-def _padded(token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def padded(token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """input_ids and attention_mask, int64 [batch_size, max_seqlen], padded with id 0."""
-    longest = max(map(len, token_ids))
-    input_ids = torch.zeros(len(token_ids), longest, dtype=torch.int64)
-    mask = torch.zeros_like(input_ids)
-    for row, ids in enumerate(token_ids):
-        input_ids[row, : len(ids)] = torch.tensor(ids)
-        mask[row, : len(ids)] = 1
-    return input_ids, mask
+    rows = [torch.tensor(ids) for ids in token_ids]
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return pad_sequence(rows, batch_first=True), mask
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from benchmarks.serve_servers import (
     running,
     vllm_server,
 )
-from benchmarks.suite import Case, Measurement, Suite, select
+from benchmarks.suite import Case, Measurement, Suite, rounded, select
 from benchmarks.texts import PROFILES
 from bytetx.checkpoint.demo import demo_checkpoint
 from bytetx.cli.passages import PASSAGE_TEXTS, Lognormal, english_passages
@@ -237,12 +237,12 @@ class Contest:
             values[server.name] = percentile(mixed.latencies_ms, 99)
             alone_ms = percentile(alone.latencies_ms, 99)
             shape |= _shape(server.name, asked, found)
-            shape[f"{server.name}_alone_p99_ms"] = _rounded(alone_ms)
-            shape[f"{server.name}_ratio"] = _rounded(values[server.name] / alone_ms)
+            shape[f"{server.name}_alone_p99_ms"] = rounded(alone_ms)
+            shape[f"{server.name}_ratio"] = rounded(values[server.name] / alone_ms)
             notes.append(f"{server.name}: p99 {values[server.name] / alone_ms:.2f}x of that alone")
             notes += _complaints(server.name, asked, mixed)
             notes += _complaints(server.name, beside, found.streams["documents"])
-        shape |= {"queries_per_s": _QUERIES_PER_S, "documents_per_s": _rounded(rate)}
+        shape |= {"queries_per_s": _QUERIES_PER_S, "documents_per_s": rounded(rate)}
         return self._measurement(values, shape, notes)
 
     def _measurement(
@@ -366,16 +366,16 @@ def _shape(name: str, stream: Stream, found: LoadResult) -> dict[str, int | floa
     """A server's latencies and rates, for the record; the keys begin with its name."""
     result = found.streams[stream.name]
     shape: dict[str, int | float | str] = {
-        f"{name}_p{percent}_ms": _rounded(percentile(result.latencies_ms, percent))
+        f"{name}_p{percent}_ms": rounded(percentile(result.latencies_ms, percent))
         for percent in (50, 95, 99)
         if result.latencies_ms
     }
-    shape[f"{name}_texts_per_s"] = _rounded(found.texts_per_second(stream.name))
+    shape[f"{name}_texts_per_s"] = rounded(found.texts_per_second(stream.name))
     shape[f"{name}_seconds"] = round(found.seconds, 1)
     shape[f"{name}_failed"] = sum(result.failures.values())
     shape[f"{name}_generator_cpu"] = round(found.cpu_share, 3)
     if stream.rate is not None:
-        shape[f"{name}_requests_per_s"] = _rounded(stream.rate)
+        shape[f"{name}_requests_per_s"] = rounded(stream.rate)
     return shape
 
 
@@ -410,7 +410,3 @@ def _median_seconds(run: Callable[[], object]) -> float:
 
 def _device_name(device: str) -> str:
     return device_name() if device == "cpu" else torch.cuda.get_device_name()
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -79,9 +79,9 @@ def run_suite(
             suite=suite.name,
             case=case.name,
             unit=case.unit,
-            ours=_rounded(found.ours),
-            rivals={name: _rounded(value) for name, value in found.rivals.items()},
-            floor=None if found.floor is None else _rounded(found.floor),
+            ours=rounded(found.ours),
+            rivals={name: rounded(value) for name, value in found.rivals.items()},
+            floor=None if found.floor is None else rounded(found.floor),
             device=suite.device,
             dtype=case.dtype,
             shape=found.shape,
@@ -128,6 +128,6 @@ def is_selected(name: str, patterns: list[str]) -> bool:
     )
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Four significant digits: what a median of a few rounds can carry."""
     return float(f"{value:.4g}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.flash_attn import flash_attn_package
 from benchmarks.gpu import left_out
 from benchmarks.lengths import prefix_sums
-from benchmarks.rivals import BATCH_SIZE, quiet
+from benchmarks.rivals import BATCH_SIZE, padded, quiet
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.errors import BytetxError
 from bytetx.nn.transformer import Transformer
@@ -93,11 +93,7 @@ class TokenInputs:
         return [self._pad(self._ids[start : start + batch_size]) for start in starts]
 
     def _pad(self, ids: list[np.ndarray]) -> PaddedBatch:
-        input_ids = torch.zeros(len(ids), max(map(len, ids)), dtype=torch.int64)
-        mask = torch.zeros_like(input_ids)
-        for row, sequence in enumerate(ids):
-            input_ids[row, : len(sequence)] = torch.from_numpy(sequence)
-            mask[row, : len(sequence)] = 1
+        input_ids, mask = padded([sequence.tolist() for sequence in ids])
         rows = mask.flatten().nonzero().flatten()
         return PaddedBatch(*(tensor.to(self.device) for tensor in (input_ids, mask, rows)))
 
