@@ -131,12 +131,9 @@ class LmHead:
         if labels is not None and set(token_ids) <= set(labels.token_ids):
             columns = [labels.token_ids.index(token_id) for token_id in token_ids]
             logits = replace(self, decoder=labels.weight, blocks=None)._run(rows)
-            if columns == list(range(len(columns))):  # no copy of the list to a device
-                return logits[:, : len(columns)].float()
-            return logits[:, columns].float()
-        block, columns = logits_block(self.vocab_size), list(token_ids)
-        pieces = [self.forward(some)[:, columns].float() for some in rows.split(block)]
-        return torch.cat(pieces) if pieces else rows.new_empty((0, len(columns))).float()
+            return _columns(logits, columns)
+        pieces = rows.split(logits_block(self.vocab_size)) if len(rows) else [rows]
+        return torch.cat([_columns(self.forward(some), token_ids) for some in pieces])
 
     def _run(self, rows: torch.Tensor) -> torch.Tensor:
         logits = linear(rows, self.decoder)
@@ -206,6 +203,13 @@ def _activated(rows: torch.Tensor, weight: LinearWeight, activation: str) -> tor
     if activation == "relu":
         return linear(rows, weight).relu_()
     return linear(rows, weight, activation=activation)
+
+
+def _columns(logits: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
+    """Some columns, f32; a list of them as an index would be copied to the device."""
+    if list(columns) == list(range(len(columns))):
+        return logits[:, : len(columns)].float()
+    return torch.stack([logits[:, column] for column in columns], dim=1).float()
 
 
 def logits_block(vocab_size: int) -> int:

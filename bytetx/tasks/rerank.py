@@ -61,11 +61,9 @@ class YesNoTask:
         """(scores, logits before the activation), f32 [batch_size], from the last hidden states."""
         x = hidden_states
         last = pool(x, step.batch.cu_seqlens, mode="lasttoken").to(x.dtype)
-        logits = self.head.forward(last)
-        scores = logits[:, self.yes]
-        if self.no is not None:
-            scores = scores - logits[:, self.no]
-        scores = scores.float()
+        answers = (self.yes,) if self.no is None else (self.yes, self.no)
+        logits = self.head.token_logits(last, answers)
+        scores = logits[:, 0] if self.no is None else logits[:, 0] - logits[:, 1]
         return self.activation(scores), scores
 
     def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:

@@ -1,6 +1,7 @@
 """rerank and classify of causal models: yes or no as Qwen3-Reranker's model card computes it, and
 heads on the last token."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tiny import one_thread  # noqa: F401  (a fixture)
 
 import bytetx
 from bytetx.errors import InputError, OptionError, TooLongError
+from bytetx.nn.heads import LmHead
 
 DOCUMENTS = [text for text in SENTENCES if text]
 BEFORE = (
@@ -63,6 +65,27 @@ def test_yes_or_no(instruction: str | None, tmp_path: Path) -> None:
     chances = torch.sigmoid(torch.tensor([hit.score for hit in raw])).tolist()
     assert chances == pytest.approx([hit.score for hit in hits], abs=1e-5)
     assert len(model.rerank("q", DOCUMENTS, top_k=2)) == 2
+
+
+def test_the_vocabulary_is_not_multiplied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the rows of the two answers, whichever of all labels they are."""
+    folder = save_reranker(tmp_path)
+    wanted = {
+        hit.index: hit.score for hit in bytetx.load(folder, device="cpu").rerank("q", DOCUMENTS)
+    }
+
+    def refuse(head: LmHead, rows: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the whole vocabulary")
+
+    monkeypatch.setattr(LmHead, "forward", refuse)
+    (folder / "decision.json").write_text(json.dumps({"labels": {"noul": ["no", "the"]}}))
+    model = bytetx.load(folder, device="cpu")
+    head = model.context.heads.lm
+    assert head is not None and head.labels is not None
+    yes, no = (model.tokenizer.backend.token_to_id(word) for word in ("yes", "no"))
+    assert head.labels.token_ids[:2] != (yes, no)
+    hits = model.rerank("q", DOCUMENTS)
+    assert {hit.index: hit.score for hit in hits} == pytest.approx(wanted, abs=1e-6)
 
 
 def test_long_documents(tmp_path: Path) -> None:
