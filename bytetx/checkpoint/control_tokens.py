@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from bytetx.checkpoint.text_prefix import encode_alike, find_boundary
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.errors import InputError
 
@@ -47,14 +48,15 @@ class ChatEncoder:
         return re.compile(_any_of([token for token in self._contents if token in control]))
 
     def encode(self, chats: Sequence[str]) -> list[list[int]]:
-        """The token ids of rendered chats.
+        """The token ids of rendered chats; what consecutive ones begin with is tokenised once.
 
         Raises InputError where a control token cannot be written as text, or a chat holds half a
         surrogate pair.
         """
         try:
             plain = [chat for chat in chats if not _is_marked(chat)]
-            found = iter(self._tokenizer.encode_all_plain(plain))
+            encode = self._tokenizer.encode_all_plain
+            found = iter(encode_alike(plain, encode, self._boundary))
             return [self._encode_marked(c) if _is_marked(c) else next(found) for c in chats]
         except UnicodeEncodeError:
             raise InputError("holds half a surrogate pair, which no tokenizer reads") from None
@@ -83,6 +85,10 @@ class ChatEncoder:
         if own[:size] == self._newline:
             return own[size:]
         return self._ids(piece, is_text=is_text)
+
+    @cached_property
+    def _boundary(self) -> re.Pattern[str] | None:
+        return find_boundary(self._tokenizer.backend)
 
     @cached_property
     def _newline(self) -> list[int]:

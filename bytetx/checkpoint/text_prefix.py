@@ -1,8 +1,11 @@
-"""Beginnings of long texts whose tokens are the first tokens of the whole text."""
+"""Beginnings of texts whose tokens are the first tokens of the whole text.
+
+A text far beyond a limit is tokenised no further than that; what many texts begin with, once.
+"""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +15,8 @@ from tokenizers import models
 # A text of fewer characters is tokenised whole; so many characters a token are tried first.
 _MIN_CHARACTERS, _CHARACTERS_PER_TOKEN = 2048, 8
 _GROWTH = 4  # a beginning with too few tokens becomes at least so many times as long
+# A common beginning of fewer characters, or of fewer texts, is tokenised with each of them.
+_MIN_COMMON_CHARACTERS, _MIN_ALIKE = 256, 3
 
 # Letters and digits that are neither combining marks nor prepended to what follows them, so that a
 # grapheme ends before the space behind one of them, and no Unicode normalisation crosses it.
@@ -128,6 +133,72 @@ class PrefixFinder:
         if truncation is None or truncation["direction"] != "right":
             return None
         return find_boundary(self._backend)
+
+
+Encode = Callable[[Sequence[str]], list[list[int]]]
+
+
+def encode_alike(
+    texts: Sequence[str], encode: Encode, boundary: re.Pattern[str] | None
+) -> list[list[int]]:
+    """The token ids of each text as `encode` gives them; what consecutive ones have in common is
+    tokenised once, where they may be cut there.
+
+    boundary: of find_boundary.  One text of each group is tokenised whole, too: a tokenizer may
+    treat the start of any text in a way of its own.
+    """
+    groups = [] if boundary is None else _alike(texts, boundary)
+    if not groups:
+        return encode(texts)
+    pieces: list[str] = []
+    end = 0
+    for start, stop, cut in groups:
+        pieces += [*texts[end:start], texts[start], texts[start][:cut]]
+        pieces += [text[cut:] for text in texts[start:stop]]
+        end = stop
+    pieces += texts[end:]
+    ids = iter(encode(pieces))
+    found: list[list[int]] = []
+    for start, stop, _ in groups:
+        found += [next(ids) for _ in range(len(found), start)]
+        whole, head = next(ids), next(ids)
+        rows = [head + next(ids) for _ in range(start, stop)]
+        found += rows if rows[0] == whole else encode(texts[start:stop])
+    return [*found, *ids]
+
+
+def _alike(texts: Sequence[str], boundary: re.Pattern[str]) -> list[tuple[int, int, int]]:
+    """Consecutive texts that may be cut at the same place: (the first, the one behind the last,
+    the characters before the place)."""
+    groups: list[tuple[int, int, int]] = []
+    start = 0
+    while start < len(texts) - 1:
+        first, stop = texts[start], start + 1
+        length = common_characters(first, texts[stop])
+        # A boundary is found by one character before it and two behind it.
+        places = [
+            found.start() for found in boundary.finditer(first, max(length - 1024, 1), length)
+        ]
+        if places and places[-1] >= _MIN_COMMON_CHARACTERS:
+            head = first[: places[-1] + 2]
+            while stop < len(texts) and texts[stop].startswith(head):
+                stop += 1
+            if stop - start >= _MIN_ALIKE:
+                groups.append((start, stop, places[-1]))
+        start = stop
+    return groups
+
+
+def common_characters(a: str, b: str) -> int:
+    """Characters at the start of two texts that are the same."""
+    least, most = 0, min(len(a), len(b))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if a[least:middle] == b[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def state_of(part: Any) -> Mapping[str, Any] | None:

@@ -16,6 +16,7 @@ from bytetx.checkpoint.chat_template import ChatTemplate, PreparedChat
 from bytetx.checkpoint.control_tokens import ChatEncoder, mark_control_tokens
 from bytetx.checkpoint.decision_files import KINDS, DecisionConfig
 from bytetx.checkpoint.side_files import is_deeper
+from bytetx.checkpoint.tokenizer import Tokens
 from bytetx.encode.request import Alignment, Failure, Requests, Window
 from bytetx.errors import CheckpointError, InputError, TooLongError, shown
 from bytetx.ops.native import flatten_int_lists
@@ -396,36 +397,28 @@ class DecisionReader(InputReader):
         ]
 
     def _rows(self, prompts: Sequence[_Prompt], errors: Errors) -> Requests:
-        rows, alignments = [], []
-        kept = []
-        for prompt, ids in zip(prompts, self._encoded(prompts, errors), strict=True):
-            row, marks = self._divided(ids)
-            if prompt.index in errors:
-                continue
-            if len(marks) < len(prompt.questions) or not row:
-                errors[prompt.index] = InputError(
-                    f"{self.name}[{prompt.index}] makes a prompt of {len(row)} tokens with "
-                    f"{len(marks)} marks for {len(prompt.questions)} questions; the checkpoint's "
+        """A row for each prompt; those of requests in `errors` are to be dropped."""
+        if not prompts:
+            return no_requests()
+        rows, marks = self._divided(self._encoded(prompts, errors))
+        for prompt, seqlen, places in zip(prompts, rows.seqlens.tolist(), marks, strict=True):
+            if len(places) < len(prompt.questions) or not seqlen:
+                error = InputError(
+                    f"{self.name}[{prompt.index}] makes a prompt of {seqlen} tokens with "
+                    f"{len(places)} marks for {len(prompt.questions)} questions; the checkpoint's "
                     "decision_template.jinja has to write one for each"
                 )
-                continue
-            kept.append(prompt)
-            rows.append(row)
-            alignments.append(
-                PromptQuestions(None, None, None, [], marks=marks, questions=prompt.questions)
-            )
-        if not rows:
-            return no_requests()
-        seqlens = np.array([len(row) for row in rows], dtype=np.int32)
-        token_ids = flatten_int_lists(rows, total=int(seqlens.sum()))
-        assert token_ids is not None  # the tokenizer checked them when it was loaded
+                errors.setdefault(prompt.index, error)
         requests = Requests(
-            np.array([prompt.index for prompt in kept], dtype=np.int64),
-            seqlens,
-            token_ids,
-            np.zeros(len(rows), dtype=bool),
-            alignments=alignments,
-            chunks=np.array([prompt.number for prompt in kept], dtype=np.int32),
+            np.array([prompt.index for prompt in prompts], dtype=np.int64),
+            rows.seqlens,
+            rows.token_ids,
+            rows.is_truncated,
+            alignments=[
+                PromptQuestions(None, None, None, [], marks=places, questions=prompt.questions)
+                for prompt, places in zip(prompts, marks, strict=True)
+            ],
+            chunks=np.array([prompt.number for prompt in prompts], dtype=np.int32),
         )
         self._check_sizes(requests, errors)
         self.check_range(requests, errors)
@@ -448,22 +441,25 @@ class DecisionReader(InputReader):
                 found.append([])
         return found
 
-    def _divided(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """(the prompt's own ids, marks): how many of them are before each MARK, or before its end
-        where there is none."""
+    def _divided(self, encoded: Sequence[list[int]]) -> tuple[Tokens, list[list[int]]]:
+        """(the prompts' own ids, marks): how many of them are before each MARK of a prompt, or
+        before its end where there is none."""
         assert self.prompts is not None
         mark, split = self.prompts.encoder.sentinel_ids
-        if mark not in ids and split not in ids:
-            return ids, [len(ids)]
-        row: list[int] = []
-        marks: list[int] = []
-        for token_id in ids:
-            if token_id == mark:
-                marks.append(len(row))
-            elif token_id != split:
-                row.append(token_id)
-        # Nothing stands before a mark at the start: transformers reads the last token then.
-        return row, [place or len(row) for place in marks] or [len(row)]
+        bounds = np.cumsum([0, *map(len, encoded)])
+        ids = flatten_int_lists(encoded, total=int(bounds[-1]))
+        assert ids is not None  # the tokenizer checked them when it was loaded
+        is_own = (ids != mark) & (ids != split)
+        num_before = np.append(0, np.cumsum(is_own))  # own ids before each place
+        seqlens = np.diff(num_before[bounds]).astype(np.int32)
+        places = np.flatnonzero(ids == mark)
+        cuts = np.searchsorted(places, bounds).tolist()
+        marks: list[list[int]] = []
+        for row, (start, seqlen) in enumerate(zip(bounds.tolist(), seqlens.tolist(), strict=False)):
+            before = num_before[places[cuts[row] : cuts[row + 1]]] - num_before[start]
+            # Nothing stands before a mark at the start: transformers reads the last token then.
+            marks.append([place or seqlen for place in before.tolist()] or [seqlen])
+        return Tokens(ids[is_own], seqlens, np.zeros(len(encoded), dtype=bool)), marks
 
     def _check_sizes(self, requests: Requests, errors: Errors) -> None:
         """Finds prompts that are longer than the model, and requests with too many of them."""

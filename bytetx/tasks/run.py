@@ -261,6 +261,9 @@ MAX_WINDOW_STEPS = 4
 # What is read and not computed, as a common prefix is for each text but one, is admitted as a part
 # of what is computed.
 _READ_PART = 4
+# Where a GPU computes common prefixes once, the first window is a part of a step: much more text is
+# read than computed, and the device waits for it.
+_FIRST_PART = 1 / 4
 # A step that computes common prefixes once may hold as many times the tokens of another, or more.
 _SHARED_STEPS = 8
 # A result of more texts is put together in a thread.
@@ -293,15 +296,20 @@ class CallRun(Generic[T]):
 
 
 def windows(
-    inputs: Iterable[Input], *, estimate_tokens: Callable[[Input], int], token_budget: int
+    inputs: Iterable[Input],
+    *,
+    estimate_tokens: Callable[[Input], int],
+    token_budget: int,
+    first_steps: float = 1,
 ) -> Iterator[list[Input]]:
     """Cuts the input into windows, pulling no more of it than the window that is asked for.
 
     The first window is about one step long, so that the first forward pass starts at once; each
     next one is twice as long, up to MAX_WINDOW_STEPS steps.  estimate_tokens: a cheap guess of one
-    input's tokens; it must be at least 1, so that a window always ends.
+    input's tokens; it must be at least 1, so that a window always ends.  first_steps: of the first
+    window, where that is not one.
     """
-    num_steps = 1
+    num_steps = first_steps
     window: list[Input] = []
     num_tokens = 0
     for item in inputs:
@@ -382,11 +390,15 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
     too, are launched behind the one whose results are awaited.
     """
     reader = run.call.reader
-    estimate = _estimate_work(reader, engine)
-    cut = windows(run.call.texts, estimate_tokens=estimate, token_budget=engine.token_budget)
+    device = engine.runner.device
+    cut = windows(
+        run.call.texts,
+        estimate_tokens=_estimate_work(reader, engine),
+        token_budget=engine.token_budget,
+        first_steps=_FIRST_PART if engine.shares_prefixes and device.type == "cuda" else 1,
+    )
     running: deque[tuple[EncodeStep, Window | None]] = deque()
     collect = partial(_collect, run, engine)
-    device = engine.runner.device
     with computing(device), closing(_read_ahead(cut, reader.read, running)) as ahead:
         try:
             for window in ahead:

@@ -1,6 +1,6 @@
 """Long texts are tokenised only as far as their first tokens need, and with the same ids."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import one_thread  # noqa: F401  (autouse)
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
-from bytetx.checkpoint.text_prefix import find_boundary
+from bytetx.checkpoint.text_prefix import encode_alike, find_boundary
 from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
 
 MAX_TOKENS = 12
@@ -212,3 +212,51 @@ def test_what_could_cross_a_boundary_is_tokenised_whole(
     seen = _seen(tokenizer, monkeypatch)
     tokenizer.encode_ids([text])
     assert seen == [len(text)]
+
+
+def _plain(tokenizer: Tokenizer) -> Callable[[Sequence[str]], list[list[int]]]:
+    return tokenizer.untruncated().encode_all_plain
+
+
+@pytest.mark.parametrize("name", [*KINDS, "xlm-r", "qwen2", "llama3"])
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(_TEXTS, st.lists(st.lists(_PIECES, max_size=12).map("".join), max_size=6)),
+        max_size=4,
+    )
+)
+@example(groups=[("the quick brown fox " * 40, ["", "e", " e", "\u0301", "fox"])])
+@example(groups=[("New York " * 40, ["a", "a", "a"]), ("", ["", ""]), ("a b " * 99, ["c"] * 3)])
+def test_texts_that_begin_alike_have_the_ids_of_each_alone(
+    name: str, groups: list[tuple[str, list[str]]], loaded: dict[str, Tokenizer]
+) -> None:
+    encode = _plain(loaded[name])
+    texts = [common[:3_000] + own for common, owns in groups for own in owns]
+    boundary = find_boundary(loaded[name].backend)
+    assert boundary is not None
+    assert encode_alike(texts, encode, boundary) == encode(texts)
+
+
+@pytest.mark.parametrize("name", ["wordpiece", "qwen2"])
+def test_a_common_beginning_is_tokenised_once(name: str, loaded: dict[str, Tokenizer]) -> None:
+    encode, seen = _plain(loaded[name]), list[int]()
+
+    def watched(texts: Sequence[str]) -> list[list[int]]:
+        seen.extend(map(len, texts))
+        return encode(texts)
+
+    common = "the quick brown fox " * 100
+    texts = ["before", *(f"{common} jumps {i}" for i in range(20)), "behind"]
+    assert encode_alike(texts, watched, find_boundary(loaded[name].backend)) == encode(texts)
+    assert sum(seen) < 3 * len(common)
+
+
+def test_a_tokenizer_that_changes_the_start_of_a_text_has_its_ids(tmp_path: Path) -> None:
+    tokenizer = _load("unigram", tmp_path)
+    tokenizer.backend.normalizer = normalizers.Strip()
+    tokenizer.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encode = _plain(tokenizer)
+    texts = ["the quick brown fox " * 40 + f"jumps {i}" for i in range(9)]
+    assert encode_alike(texts, encode, find_boundary(tokenizer.backend)) == encode(texts)
+    assert encode_alike(texts, encode, None) == encode(texts)
