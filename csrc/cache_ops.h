@@ -46,11 +46,12 @@ void write_kv(const WriteKvParams& p, const Launch& launch);
 
 // cuda only. Heads of q and k normalized as by rms_norm, where weights are given, and turned as by
 // rotary; q in place, k and v to their slots, as by write_kv. Keeps f32 between these steps.
+// Without a cache k is in place, too, and v is not read.
 struct RotaryWriteKvParams {
     void* q;                      // [total_tokens, num_heads, head_dim], dtype
-    const void* k;                // [total_tokens, num_kv_heads, head_dim]
+    void* k;                      // [total_tokens, num_kv_heads, head_dim]
     const void* v;                // as k
-    void* k_cache;                // [num_slots, num_kv_heads, head_dim], contiguous
+    void* k_cache;                // [num_slots, num_kv_heads, head_dim], contiguous, or null
     void* v_cache;                // as k_cache
     const float* cos;             // [positions, num_pairs]
     const float* sin;             // as cos

@@ -19,7 +19,7 @@ from bytetx.ops.disentangled import DISENTANGLED_ATTENTION, has_disentangled_ker
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged import PAGED_ATTENTION, WRITE_KV, PagedCalls
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
-from bytetx.ops.rotary_kv import ROTARY, ROTARY_WRITE_KV, norm_heads
+from bytetx.ops.rotary_kv import NORM_ROTARY, ROTARY, ROTARY_WRITE_KV, norm_heads
 from bytetx.packed import PackedBatch
 
 OnLayer = Callable[[torch.Tensor], None]
@@ -391,12 +391,13 @@ class Layers:
         self, q: torch.Tensor, k: torch.Tensor, layer: LayerWeights, i: int, step: _Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k after their norms and the rotation."""
-        q_weight, k_weight = self._head_weight(layer.q_norm), self._head_weight(layer.k_norm)
-        if q_weight is not None and k_weight is not None:
-            q = norm_heads(q, q_weight, self.spec.norm_eps)
-            k = norm_heads(k, k_weight, self.spec.norm_eps)
-        for heads in (q, k):
-            self._rotate_heads(heads, i, step)
+        rotation, eps = self._rotations[i], self.spec.norm_eps
+        norms = (self._head_weight(layer.q_norm), self._head_weight(layer.k_norm))
+        if rotation is not None:
+            run, angles = NORM_ROTARY.choose(q.device).run, step.rotations[rotation]
+            q, k = run(q, k, *angles, is_interleaved=rotation.is_interleaved, norms=norms, eps=eps)
+        elif norms[0] is not None and norms[1] is not None:
+            q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
         return q, k
 
     def _rotate_heads(self, heads: torch.Tensor, i: int, step: _Pass) -> None:

@@ -1,5 +1,5 @@
-"""Rotary position embedding in place; and head norms, rotary embedding and the write into the KV
-cache in one op."""
+"""Rotary position embedding in place, alone, after head norms, and with the write into the KV
+cache."""
 
 import torch
 from torch import Tensor
@@ -176,13 +176,13 @@ def rotary_write_kv(
 def _run_kernel(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     position_ids: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slot_mapping: Tensor | None,
     *,
     is_interleaved: bool,
     q_norm: Tensor | None,
@@ -209,7 +209,7 @@ def _run_kernel(
         is_interleaved=is_interleaved,
         q_stride=q.stride(0),
         k_stride=k.stride(0),
-        v_stride=v.stride(0),
+        v_stride=0 if v is None else v.stride(0),
         eps=eps,
         dtype=native.DTYPE_CODES[q.dtype],
         launch=native.launch_args(q.device),
@@ -234,13 +234,58 @@ def _run_in_turn(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    if q_norm is not None and k_norm is not None:
-        q, k = norm_heads(q, q_norm, eps), norm_heads(k, k_norm, eps)
-    rotate = ROTARY.choose(q.device, q.dtype).run
-    for heads in (q, k):
-        rotate(heads, cos, sin, position_ids, is_interleaved=is_interleaved)
+    angles, norms = (cos, sin, position_ids), (q_norm, k_norm)
+    q, k = _norm_and_rotate_in_turn(
+        q, k, *angles, is_interleaved=is_interleaved, norms=norms, eps=eps
+    )
     WRITE_KV.choose(k.device).run(k, v, k_cache, v_cache, slot_mapping)
     return q
+
+
+# Shape class: none.  run(q, k, cos, sin, position_ids, *, is_interleaved, norms, eps) gives q and k
+# after an RMS norm of each head, where norms are the weights of q's and of k's, and the rotation;
+# arguments are checked ones of rotary_write_kv, and q and k hold anything after the call.
+NORM_ROTARY = Operation("norm_rotary")
+
+_Norms = tuple[Tensor | None, Tensor | None]
+
+
+@NORM_ROTARY.native_kernel("cuda", kernel="rotary_write_kv")
+def _norm_and_rotate_by_kernel(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    *,
+    is_interleaved: bool,
+    norms: _Norms,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    no_cache = (None, None, None)
+    options = {"q_norm": norms[0], "k_norm": norms[1], "eps": eps, "is_interleaved": is_interleaved}
+    _run_kernel(q, k, None, cos, sin, position_ids, *no_cache, **options)
+    return q, k
+
+
+@NORM_ROTARY.register("one op after another")
+def _norm_and_rotate_in_turn(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    *,
+    is_interleaved: bool,
+    norms: _Norms,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    if norms[0] is not None and norms[1] is not None:
+        q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
+    run = ROTARY.choose(q.device, q.dtype).run
+    for heads in (q, k):
+        run(heads, cos, sin, position_ids, is_interleaved=is_interleaved)
+    return q, k
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

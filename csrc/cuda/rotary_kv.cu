@@ -3,7 +3,8 @@
 //
 //   x = x / sqrt(mean(x^2) + eps) * weight        heads of q and k, where weights are given
 //   (a, b) = (a cos - b sin, b cos + a sin)       pairs of the first 2 * num_pairs features
-//   q in place; k and v to page rows slot_mapping[token], where it is not -1
+//   q in place; k and v to page rows slot_mapping[token], where it is not -1; k in place, and no v,
+//   where there are no pages
 //
 // q, k, v [total_tokens, heads, head_dim], rows any stride apart; cos, sin f32 [positions,
 // num_pairs]; f32 inside. 16 features a thread, in two pieces of eight that hold whole pairs:
@@ -66,6 +67,9 @@ struct Head {
     // Null where it goes nowhere. slot: the token's.
     __device__ T* to(const RotaryWriteKvParams& p, int64_t token, int slot) const {
         if (is_q()) return static_cast<T*>(p.q) + token * p.q_stride + int64_t{of_q} * p.head_dim;
+        if (p.k_cache == nullptr) {
+            return static_cast<T*>(p.k) + token * p.k_stride + int64_t{of_k} * p.head_dim;
+        }
         if (slot < 0) return nullptr;
         auto* cache = static_cast<T*>(is_rotated() ? p.k_cache : p.v_cache);
         const int64_t head = is_rotated() ? of_k : of_v;
@@ -301,7 +305,7 @@ bool is_aligned(const RotaryWriteKvParams& p) {
 
 template <typename T>
 void launch_heads(const RotaryWriteKvParams& p, int device, cudaStream_t stream) {
-    const int64_t heads = p.num_heads + 2 * int64_t{p.num_kv_heads};
+    const int64_t heads = p.num_heads + (p.k_cache == nullptr ? 1 : 2) * int64_t{p.num_kv_heads};
     int shift = 0;
     while (2 * kPiece << shift < p.head_dim) ++shift;
     const bool is_fast = is_aligned(p) && 1 << shift <= kWarpSize;
@@ -357,7 +361,7 @@ void rotary(const RotaryParams& p, const Launch& launch) {
 
 void write_kv(const WriteKvParams& p, const Launch& launch) {
     RotaryWriteKvParams all{};
-    all.k = p.k;
+    all.k = const_cast<void*>(p.k);  // which only calls without a cache change
     all.v = p.v;
     all.k_cache = p.k_cache;
     all.v_cache = p.v_cache;

@@ -6,7 +6,7 @@ from exact_rotary import turn
 from torch import Tensor
 
 from bytetx.ops.paged import write_kv
-from bytetx.ops.rotary_kv import rotary, rotary_write_kv
+from bytetx.ops.rotary_kv import NORM_ROTARY, rotary, rotary_write_kv
 
 pytestmark = pytest.mark.gpu
 
@@ -90,6 +90,42 @@ def test_all_in_one(
     assert rotary_write_kv(q, k, v, *positions, *cache, slots, **options) is q
     assert_rounded(q, exact[0])
     assert_rounded(cache.flatten(1, 2), expected)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), SIZES)
+def test_without_a_cache_q_and_k_are_in_place(
+    head_dim: int, rotary_dim: int, is_interleaved: bool, has_norm: bool, dtype: torch.dtype
+) -> None:
+    heads = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
+    qkv = torch.randn(37, sum(heads), head_dim).to(dtype).cuda()
+    q, k, v = qkv.split(heads, dim=1)
+    exact, before = [q.double(), k.double()], v.clone()
+    norms: tuple[Tensor | None, Tensor | None] = (None, None)
+    if has_norm:
+        norms = tuple((torch.rand(2, head_dim) + 0.5).to(dtype).cuda())
+        exact = [norm(t, w, 1e-6) for t, w in zip(exact, norms, strict=True)]
+    positions = tables(rotary_dim, 37)
+    exact = [turn(t, *positions, is_interleaved) for t in exact]
+    run = NORM_ROTARY.choose(q.device).run
+    found = run(q, k, *positions, is_interleaved=is_interleaved, norms=norms, eps=1e-6)
+    assert found[0] is q and found[1] is k
+    assert_rounded(q, exact[0])
+    assert_rounded(k, exact[1])
+    assert torch.equal(v, before)
+    # The same bits as where k goes to a cache.
+    other = torch.randn(37, sum(heads), head_dim).to(dtype).cuda()
+    again, twin = other.clone(), other.clone()
+    run(*again.split(heads, dim=1)[:2], *positions, norms=norms, eps=1e-6, is_interleaved=False)
+    cache = torch.zeros(2, 3, 16, NUM_KV_HEADS, head_dim, dtype=dtype, device="cuda")
+    slots = torch.arange(37).int().cuda()
+    q_norm, k_norm = norms
+    rotary_write_kv(
+        *twin.split(heads, dim=1), *positions, *cache, slots, q_norm=q_norm, k_norm=k_norm, eps=1e-6
+    )
+    assert torch.equal(again[:, :NUM_HEADS], twin[:, :NUM_HEADS])
+    assert torch.equal(again.split(heads, dim=1)[1], cache[0].flatten(0, 1)[:37])
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
