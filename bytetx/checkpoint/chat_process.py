@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,60 @@ from bytetx.errors import InputError
 TEXT, REFUSED, BROKEN, TOO_MUCH = b"t", b"r", b"b", b"m"
 # The longest text that the process gives, 4 bytes a character, and its kind.
 _MAX_ANSWER_BYTES = (64 << 20) + 1
-# Of requests that the process has not answered; the sockets' buffers hold as much.
+# Of requests that the process has not answered; the sockets' buffers hold as much.  More are sent
+# where half of them are answered, several at a time.
 _BYTES_AHEAD = 1 << 16
+_READ_BYTES, _LENGTH_BYTES = 1 << 18, 8
 # An interpreter that imports jinja2 takes 0.1 s, and more on a machine that is busy.
 _START_SECONDS = 60.0
 _RUN = (
     "import json, sys; sys.path += json.loads(sys.argv[1]); "
     "from bytetx.checkpoint.chat_renderer import main; main(sys.argv[2:])"
 )
+
+
+class Messages:
+    """Messages over a socket, each after its length; what has come is read at once."""
+
+    def __init__(self, end: socket.socket):
+        self._end = end
+        self._data, self._start = bytearray(), 0  # that was read, and what of it was taken
+
+    def send(self, messages: Sequence[bytes]) -> None:
+        """Sends messages; OSError where the other side is gone."""
+        parts = (part for one in messages for part in (len(one).to_bytes(_LENGTH_BYTES), one))
+        self._end.sendall(b"".join(parts))
+
+    def take(self, *, max_bytes: int | None = None) -> bytes | None:
+        """The next message that has come as a whole; None where there is none yet.
+
+        OSError where it is longer than max_bytes.
+        """
+        start = self._start + _LENGTH_BYTES
+        if len(self._data) < start:
+            return None
+        size = int.from_bytes(self._data[self._start : start])
+        if max_bytes is not None and size > max_bytes:
+            raise OSError(f"a message of {size} bytes, at most {max_bytes} are taken")
+        if len(self._data) < start + size:
+            return None
+        message, self._start = bytes(self._data[start : start + size]), start + size
+        return message
+
+    def read(self) -> None:
+        """Waits for more of what is sent. EOFError where the other side is closed."""
+        del self._data[: self._start]
+        self._start = 0
+        more = self._end.recv(_READ_BYTES)
+        if not more:
+            raise EOFError
+        self._data += more
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def close(self) -> None:
+        self._end.close()
 
 
 class RendererProcess:
@@ -65,11 +110,11 @@ class RendererProcess:
                     f"a chat template runs in a separate process, and {sys.executable} cannot be "
                     f"started: {error}; give prompts as text"
                 ) from error
-        self._connection = Connection(ours.detach())
-        self._poll = select.poll()  # Connection.poll builds a selector a call: 50 us
-        self._poll.register(self._connection.fileno(), select.POLLIN)
+        self._messages = Messages(ours)
+        self._poll = select.poll()
+        self._poll.register(ours.fileno(), select.POLLIN)
         self._owner = os.getpid()
-        self._end = weakref.finalize(self, _end, self._process, self._connection, self._owner)
+        self._end = weakref.finalize(self, _end, self._process, self._messages, self._owner)
         if self._receive(_START_SECONDS)[0] != TEXT:
             raise InputError(
                 "the process for chat templates does not start: run "
@@ -92,13 +137,10 @@ class RendererProcess:
         sizes: list[int] = []  # bytes of those that were sent
         try:
             while len(answers) < len(requests):
-                while len(sizes) < len(requests):
-                    data = marshal.dumps(requests[len(sizes)])
-                    waiting = sum(sizes[len(answers) :])
-                    if waiting and waiting + len(data) > _BYTES_AHEAD:
-                        break  # it reads no more before its answers are read
-                    self._connection.send_bytes(data)
-                    sizes.append(len(data))
+                waiting = sum(sizes[len(answers) :])
+                if waiting <= _BYTES_AHEAD // 2 and len(sizes) < len(requests):
+                    # It reads no more than _BYTES_AHEAD before its answers are read.
+                    sizes += self._send(requests[len(sizes) :], room=_BYTES_AHEAD - waiting)
                 answers.append(self._receive(self._seconds))
                 if answers[-1][0] == TOO_MUCH:
                     break
@@ -115,11 +157,24 @@ class RendererProcess:
         """Whether it can be asked: it has not ended, and this process is no fork of its owner."""
         return self._end.alive and self._owner == os.getpid()
 
+    def _send(self, requests: Sequence[Any], *, room: int) -> list[int]:
+        """Sends the first requests that have room, or none is before. Returns the bytes of each."""
+        data: list[bytes] = []
+        for request in requests:
+            one = marshal.dumps(request)
+            if len(one) > room and (data or room < _BYTES_AHEAD):
+                break
+            data.append(one)
+            room -= len(one)
+        self._messages.send(data)
+        return list(map(len, data))
+
     def _receive(self, seconds: float) -> tuple[bytes, str]:
-        if not self._poll.poll(seconds * 1000):
-            return TOO_MUCH, f"does not end within {seconds:g} s"
         try:
-            answer = self._connection.recv_bytes(_MAX_ANSWER_BYTES)
+            while (answer := self._messages.take(max_bytes=_MAX_ANSWER_BYTES)) is None:
+                if not self._poll.poll(seconds * 1000):
+                    return TOO_MUCH, f"does not end within {seconds:g} s"
+                self._messages.read()
         except (EOFError, OSError):
             return self._ended()
         return answer[:1], answer[1:].decode("utf-8", "surrogatepass")
@@ -129,8 +184,8 @@ class RendererProcess:
         return TOO_MUCH, f"ended its process (exit code {self._process.wait()})"
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
-    connection.close()
+def _end(process: subprocess.Popen[bytes], messages: Messages, owner: int) -> None:
+    messages.close()
     if os.getpid() == owner:  # not a fork, which only has a copy of the connection
         process.kill()
         process.wait()

@@ -10,10 +10,10 @@ import marshal
 import math
 import os
 import resource
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import jinja2
@@ -21,7 +21,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from bytetx.checkpoint.chat_process import BROKEN, REFUSED, TEXT, TOO_MUCH
+from bytetx.checkpoint.chat_process import BROKEN, REFUSED, TEXT, TOO_MUCH, Messages
 
 # No model reads as much: at 4 characters a token it is 4 Mi tokens.
 _MAX_CHARACTERS = 16 << 20
@@ -43,14 +43,15 @@ def main(arguments: Sequence[str]) -> None:
     arguments: the descriptor, and the seconds that an answer may take; the kernel ends this process
     where its parent does not.
     """
-    connection, seconds = Connection(int(arguments[0])), float(arguments[1])
+    messages, seconds = Messages(socket.socket(fileno=int(arguments[0]))), float(arguments[1])
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
-    connection.send_bytes(TEXT)
+    messages.send([TEXT])
     prompt: _Prompt | None = None
     while True:
         try:
-            request = connection.recv_bytes()
+            while (request := messages.take()) is None:
+                messages.read()
         except (EOFError, OSError):
             return
         _limit_processor_time(seconds)
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str]) -> None:
             kind, text = TOO_MUCH, f"writes more than {_MAX_CHARACTERS:,} characters"
         except Exception as error:  # a template raises whatever Python does
             kind, text = BROKEN if prompt is None else REFUSED, _describe(error)
-        connection.send_bytes(kind + text.encode("utf-8", "surrogatepass"))
+        messages.send([kind + text.encode("utf-8", "surrogatepass")])
         if kind == TOO_MUCH:
             os._exit(1)  # after a MemoryError the state of the heap is unknown
 
