@@ -337,15 +337,15 @@ class DecisionReader(InputReader):
 
     def estimate_tokens(self, item: Any) -> int:
         if isinstance(item, str):  # each question names its type
-            return max(item.count('"type"'), 1) * len(item) // 4 + 1
+            return self._tokens_of(max(item.count('"type"'), 1) * len(item))
         questions = item.get("questions") if isinstance(item, Mapping) else None
         count = len(questions) if isinstance(questions, Mapping) else 1
         own = _num_characters(questions)
-        return (max(count, 1) * (_num_characters(item) - own) + own) // 4 + 1
+        return self._tokens_of(max(count, 1) * (_num_characters(item) - own) + own)
 
     def estimate_work(self, item: Any, before: Any) -> int:
         """Questions have their state in common."""
-        return _num_characters(item) // 4 + 1
+        return self._tokens_of(_num_characters(item))
 
     def read(self, inputs: Sequence[object], start: int) -> Window:
         errors: Errors = {}
@@ -357,7 +357,10 @@ class DecisionReader(InputReader):
                 raise  # the template's own fault is that of every request
             except (TypeError, ValueError, RecursionError) as error:
                 errors[index] = self._named(index, error)
-        requests = self._rows(self._rendered(prompts, errors), errors)
+        prompts = self._rendered(prompts, errors)
+        requests = self._rows(prompts, errors)
+        if start == 0:
+            self._learn_density([prompt.text for prompt in prompts], requests.total_tokens)
         if not errors:
             return Window(start, len(inputs), requests)
         if not self.keeps_errors:

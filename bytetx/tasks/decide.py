@@ -181,18 +181,28 @@ class DecideTask:
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Probabilities]]:
         """The probabilities of each prompt's questions, in its order."""
-        rows = iter(outputs[0])
+        asked = _asked(step)
+        chances = iter(self._chances(outputs[0], [one for each in asked for one in each.questions]))
         return [
-            [self._probabilities(question, next(rows)) for question in asked.questions]
-            for asked in _asked(step)
+            [Probabilities(one, dict(zip(one.options, next(chances), strict=True))) for one in each]
+            for each in (prompt.questions for prompt in asked)
         ]
 
-    def _probabilities(self, question: Question, scores: np.ndarray) -> Probabilities:
-        own = scores[self.scorer.columns(question)].astype(np.float64)
-        own /= self.config.temperature_of(question.type)
-        weights = np.exp(own - own.max())
-        chances = (weights / weights.sum()).tolist()
-        return Probabilities(question, dict(zip(question.options, chances, strict=True)))
+    def _chances(self, scores: np.ndarray, questions: Sequence[Question]) -> list[list[float]]:
+        """The probability of each option of each question, whose scores are a row."""
+        alike: dict[Hashable, list[int]] = {}
+        for row, question in enumerate(questions):
+            alike.setdefault((question.type, *question.labels), []).append(row)
+        found: list[list[float]] = [[]] * len(questions)
+        for rows in alike.values():
+            first = questions[rows[0]]
+            own = scores[np.ix_(rows, self.scorer.columns(first))].astype(np.float64)
+            own /= self.config.temperature_of(first.type)
+            weights = np.exp(own - own.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            for row, chances in zip(rows, weights.tolist(), strict=True):
+                found[row] = chances
+        return found
 
 
 def _asked(step: Step) -> Sequence[PromptQuestions]:
