@@ -50,6 +50,10 @@ class PreparedChat(NamedTuple):
     template: "ChatTemplate"
     request: tuple[Any, ...]
 
+    def with_messages(self, messages: list[dict[str, str]]) -> "PreparedChat":
+        """The same for other messages."""
+        return PreparedChat(self.template, (messages, *self.request[1:]))
+
 
 class ChatTemplate:
     """A checkpoint's Jinja template, run in a sandbox: it sees the chat and nothing else.

@@ -299,15 +299,22 @@ class DecisionPrompts:
     def prepared(self, state: Any, questions: Sequence[Question]) -> PreparedChat:
         """A prompt for `render_all`."""
         if self._template is None:
-            content, variables = default_prompt(state, questions[0]), {}
-        else:
-            asked = [question.variables() for question in questions]
-            content, variables = "", {"state": state, "question": asked[0], "questions": asked}
+            content = default_prompt(state, questions[0])
+            if self.config.sanitize_control_tokens:
+                content = mark_control_tokens(content, self._control_tokens)
+            return self._usual.with_messages([{"role": "user", "content": content}])
+        asked = [question.variables() for question in questions]
+        variables: Any = {"state": state, "question": asked[0], "questions": asked}
         if self.config.sanitize_control_tokens:
-            content = mark_control_tokens(content, self._control_tokens)
             variables = mark_control_tokens(variables, self._control_tokens)
-        messages = [{"role": "user", "content": content}]
+        messages = [{"role": "user", "content": ""}]
         return self._source.prepared(messages, {"enable_thinking": False, **variables})
+
+    @cached_property
+    def _usual(self) -> PreparedChat:
+        """A chat of one text, whose options are those of every default prompt."""
+        messages = [{"role": "user", "content": ""}]
+        return self._source.prepared(messages, {"enable_thinking": False})
 
 
 def _without_sentinels(request: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -261,8 +261,10 @@ MAX_WINDOW_STEPS = 4
 # What is read and not computed, as a common prefix is for each text but one, is admitted as a part
 # of what is computed.
 _READ_PART = 4
-# Where a GPU computes common prefixes once, the first window is a part of a step: much more text is
-# read than computed, and the device waits for it.
+# Where a GPU computes common prefixes once, steps are no graphs. The first window is a part of a
+# step: much more text is read than computed, and the device waits for it.  A window is read once the
+# one before it is launched, for a thread that reads would take the interpreter from the one that
+# launches at each of some hundred operations.
 _FIRST_PART = 1 / 4
 # A step that computes common prefixes once may hold as many times the tokens of another, or more.
 _SHARED_STEPS = 8
@@ -391,15 +393,19 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
     """
     reader = run.call.reader
     device = engine.runner.device
+    has_graphs = device.type != "cuda" or not engine.shares_prefixes
     cut = windows(
         run.call.texts,
         estimate_tokens=_estimate_work(reader, engine),
         token_budget=engine.token_budget,
-        first_steps=_FIRST_PART if engine.shares_prefixes and device.type == "cuda" else 1,
+        first_steps=1 if has_graphs else _FIRST_PART,
     )
     running: deque[tuple[EncodeStep, Window | None]] = deque()
     collect = partial(_collect, run, engine)
-    with computing(device), closing(_read_ahead(cut, reader.read, running)) as ahead:
+    with (
+        computing(device),
+        closing(_read_ahead(cut, reader.read, running, most=_WINDOWS_AHEAD * has_graphs)) as ahead,
+    ):
         try:
             for window in ahead:
                 if window is None:
@@ -456,10 +462,13 @@ def _read_ahead(
     windows: Iterator[Sequence[Input]],
     read: Callable[[Sequence[Input], int], Window],
     running: Sequence[object],
+    *,
+    most: int,
 ) -> Generator[Window | None, None, None]:
     """Windows in order, read in threads before they are asked for; None while the next is not.
 
     running: steps that can be collected meanwhile; where there are none, a window is awaited.
+    most: windows that are read before the one ahead of them is taken; 0: they are read afterwards.
     The first window is read at once, and no thread starts where there is no second one.
     """
     pool = None
@@ -469,13 +478,15 @@ def _read_ahead(
     num_pulled, queue = len(first), deque([Future[Window]()])
     queue[0].set_result(read(first, 0))
     try:
-        while queue:
-            while len(queue) <= _WINDOWS_AHEAD and (texts := next(windows, None)) is not None:
+        while True:
+            while len(queue) <= most and (texts := next(windows, None)) is not None:
                 if pool is None:
                     process = OwnProcess()
-                    pool = ThreadPoolExecutor(_WINDOWS_AHEAD, "bytetx-tokenizer")
+                    pool = ThreadPoolExecutor(max(most, 1), "bytetx-tokenizer")
                 queue.append(pool.submit(read, texts, num_pulled))
                 num_pulled += len(texts)
+            if not queue:
+                return
             while running and not queue[0].done():
                 yield None
             yield queue.popleft().result()
