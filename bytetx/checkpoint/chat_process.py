@@ -126,12 +126,16 @@ class RendererProcess:
 
         request: entries of types that marshal takes.  After TOO_MUCH the process has ended.
         """
-        return self.ask_all([request])[0]
+        (answer,), _ = self.ask_all([request])
+        return answer
 
-    def ask_all(self, requests: Sequence[tuple[Any, ...] | list[Any]]) -> list[tuple[bytes, str]]:
-        """The answers in order, up to the first one that is TOO_MUCH.
+    def ask_all(
+        self, requests: Sequence[tuple[Any, ...] | list[Any]]
+    ) -> tuple[list[tuple[bytes, str]], int]:
+        """(the answers in order up to the first one that is TOO_MUCH, how many are in doubt).
 
-        The next requests are under way while one is answered.
+        The next requests are under way while one is answered.  Where one of several is TOO_MUCH,
+        these are in doubt: to be asked again, each alone.
         """
         answers: list[tuple[bytes, str]] = []
         sizes: list[int] = []  # bytes of those that were sent
@@ -149,9 +153,11 @@ class RendererProcess:
         except BaseException:
             self._end()  # the answers would come with the next question
             raise
-        if answers and answers[-1][0] == TOO_MUCH:
-            self._end()
-        return answers
+        if not answers or answers[-1][0] != TOO_MUCH:
+            return answers, 0
+        self._end()
+        num_in_doubt = len(sizes) - len(answers) + 1
+        return (answers[:-1], num_in_doubt) if num_in_doubt > 1 else (answers, 0)
 
     def is_alive(self) -> bool:
         """Whether it can be asked: it has not ended, and this process is no fork of its owner."""

@@ -11,6 +11,7 @@ import math
 import os
 import resource
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -28,6 +29,7 @@ _MAX_CHARACTERS = 16 << 20
 # Addresses of this process, of which Python takes 30 MiB. macOS does not enforce it: there, a
 # template has the memory that it can fill in its time.
 _MAX_BYTES = 1 << 30
+_MAX_DELAY_S = 0.001  # of an answer behind which others are written
 _MAX_ERROR_CHARACTERS = 200  # a template may quote the chat
 _SMALL_CHAT = [{"role": "user", "content": "a"}]
 # Texts that no template writes by itself, as parts of one message.
@@ -47,11 +49,19 @@ def main(arguments: Sequence[str]) -> None:
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     messages.send([TEXT])
+    since = 0.0
     prompt: _Prompt | None = None
+    answers: list[bytes] = []  # to be sent
     while True:
         try:
-            while (request := messages.take()) is None:
+            request = messages.take()
+            # Together, but none waits while a text is written that takes longer.
+            if answers and (request is None or time.monotonic() - since > _MAX_DELAY_S):
+                messages.send(answers)
+                answers = []
+            while request is None:
                 messages.read()
+                request = messages.take()
         except (EOFError, OSError):
             return
         _limit_processor_time(seconds)
@@ -69,8 +79,11 @@ def main(arguments: Sequence[str]) -> None:
             kind, text = TOO_MUCH, f"writes more than {_MAX_CHARACTERS:,} characters"
         except Exception as error:  # a template raises whatever Python does
             kind, text = BROKEN if prompt is None else REFUSED, _describe(error)
-        messages.send([kind + text.encode("utf-8", "surrogatepass")])
+        if not answers:
+            since = time.monotonic()
+        answers.append(kind + text.encode("utf-8", "surrogatepass"))
         if kind == TOO_MUCH:
+            messages.send(answers)
             os._exit(1)  # after a MemoryError the state of the heap is unknown
 
 

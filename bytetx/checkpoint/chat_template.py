@@ -133,8 +133,11 @@ class ChatTemplate:
         while len(texts) < len(chats):
             template = chats[len(texts)].template
             _, rest = next(groupby(chats[len(texts) :], key=lambda chat: id(chat.template)))
+            requests = [chat.request for chat in rest]
             with template._lock:
-                answers = template._ready().ask_all([chat.request for chat in rest])
+                answers, num_in_doubt = template._ready().ask_all(requests)
+                for request in requests[len(answers) :][:num_in_doubt]:
+                    answers.append(template._ready().ask(request))
             texts += [template._text_or_error(kind, text) for kind, text in answers]
         return texts
 

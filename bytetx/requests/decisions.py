@@ -459,10 +459,15 @@ class DecisionReader(InputReader):
         bounds = np.cumsum([0, *map(len, encoded)])
         ids = flatten_int_lists(encoded, total=int(bounds[-1]))
         assert ids is not None  # the tokenizer checked them when it was loaded
-        is_own = (ids != mark) & (ids != split)
+        is_mark = ids == mark
+        is_own = ~(is_mark | (ids == split))
+        if is_own.all():
+            lengths = np.diff(bounds).astype(np.int32)
+            tokens = Tokens(ids, lengths, np.zeros(len(encoded), dtype=bool))
+            return tokens, [[length] for length in lengths.tolist()]
         num_before = np.append(0, np.cumsum(is_own))  # own ids before each place
         seqlens = np.diff(num_before[bounds]).astype(np.int32)
-        places = np.flatnonzero(ids == mark)
+        places = np.flatnonzero(is_mark)
         cuts = np.searchsorted(places, bounds).tolist()
         marks: list[list[int]] = []
         for row, (start, seqlen) in enumerate(zip(bounds.tolist(), seqlens.tolist(), strict=False)):

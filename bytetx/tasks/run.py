@@ -262,9 +262,9 @@ MAX_WINDOW_STEPS = 4
 # of what is computed.
 _READ_PART = 4
 # Where a GPU computes common prefixes once, steps are no graphs. The first window is a part of a
-# step: much more text is read than computed, and the device waits for it.  A window is read once the
-# one before it is launched, for a thread that reads would take the interpreter from the one that
-# launches at each of some hundred operations.
+# step: much more text is read than computed, and the device waits for it.  A window is read once
+# the one before it is launched, for a thread that reads would take the interpreter from the one
+# that launches at each of some hundred operations.
 _FIRST_PART = 1 / 4
 # A step that computes common prefixes once may hold as many times the tokens of another, or more.
 _SHARED_STEPS = 8

@@ -275,3 +275,18 @@ def test_many_chats_at_once_have_each_its_own_answer() -> None:
         else:
             assert text == f"<{content}>"
     assert template.render_all([]) == []
+
+
+def test_one_that_never_ends_fails_alone_among_many() -> None:
+    source = (
+        "{% if messages[0].content == 'slow' %}{% for i in range(99999) %}{% for i in range(99999) "
+        "%}{% endfor %}{% endfor %}{% endif %}<{{ messages[0].content }}>"
+    )
+    template = ChatTemplate(source, special_tokens={}, name="here", seconds=1.0)
+    contents = ["a", "b", "slow", *"cdefgh", "slow", *"ijk"]
+    chats = [template.prepared([{"role": "user", "content": text}]) for text in contents]
+    for text, content in zip(template.render_all(chats), contents, strict=True):
+        if content == "slow":
+            assert isinstance(text, InputError) and "does not end within" in str(text)
+        else:
+            assert text == f"<{content}>"
