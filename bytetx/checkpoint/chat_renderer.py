@@ -29,7 +29,7 @@ _MAX_CHARACTERS = 16 << 20
 # Addresses of this process, of which Python takes 30 MiB. macOS does not enforce it: there, a
 # template has the memory that it can fill in its time.
 _MAX_BYTES = 1 << 30
-_MAX_DELAY_S = 0.001  # of an answer behind which others are written
+_MAX_DELAY_S = 0.001  # while answers behind one are written
 _MAX_ERROR_CHARACTERS = 200  # a template may quote the chat
 _SMALL_CHAT = [{"role": "user", "content": "a"}]
 # Texts that no template writes by itself, as parts of one message.

@@ -262,9 +262,21 @@ def _norm_and_rotate_by_kernel(
     norms: _Norms,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    no_cache = (None, None, None)
-    options = {"q_norm": norms[0], "k_norm": norms[1], "eps": eps, "is_interleaved": is_interleaved}
-    _run_kernel(q, k, None, cos, sin, position_ids, *no_cache, **options)
+    _run_kernel(
+        q,
+        k,
+        None,
+        cos,
+        sin,
+        position_ids,
+        None,
+        None,
+        None,
+        is_interleaved=is_interleaved,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        eps=eps,
+    )
     return q, k
 
 
