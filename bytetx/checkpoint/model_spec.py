@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bytetx.checkpoint.layer_spec import FFN_LINEARS, ExpertSpec, LayerSpec, is_gated
+from bytetx.checkpoint.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class ModelSpec:
         to their dtype, when they are looked up.
     experts: of layers whose feed-forward is a mixture of experts; None where no layer's is.
     is_bidirectional: a causal family's checkpoint whose tokens see their whole sequence.
+    quantization: of the weights in the files; None where they are plain.
     family_table: what the family's TOML file holds.
     """
 
@@ -95,6 +97,7 @@ class ModelSpec:
     scales_words: bool = False
     experts: ExpertSpec | None = None
     is_bidirectional: bool = False
+    quantization: Quantization | None = None
     family_table: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property

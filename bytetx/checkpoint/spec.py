@@ -10,6 +10,7 @@ from bytetx.checkpoint.families import Families, read_families
 from bytetx.checkpoint.family_hooks import HOOKS
 from bytetx.checkpoint.layer_spec import is_bidirectional, read_experts, read_layers
 from bytetx.checkpoint.model_spec import HeadSpec, ModelSpec
+from bytetx.checkpoint.quantization import read_quantization
 from bytetx.checkpoint.rope_spec import rotary_positions
 from bytetx.errors import CheckpointError
 
@@ -21,9 +22,6 @@ _MODULES_OF = {
     "ffn_gate_up": ("ffn_gate", "ffn_in"),
     "ffn_up_gate": ("ffn_gate", "ffn_in"),
 }
-
-# quant_method of quantization_config, as its tools are called.
-_METHODS = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", None: "no method named"}
 
 # Keys of a config.json that holds the text model's in a table; the other ones are the table's.
 _OUTER_KEYS = {"architectures", "auto_map", "model_type", "quantization_config"}
@@ -86,6 +84,7 @@ def build_spec(config: Mapping[str, Any], families: Families | None = None) -> M
         scales_words=table["architecture"].get("scales_words", False),
         experts=experts,
         is_bidirectional=table["architecture"].get("causal", False) and not layers.causal,
+        quantization=read_quantization(config),
     )
     return HOOKS[table["hook"]](values, spec) if "hook" in table else spec
 
@@ -95,6 +94,12 @@ def build_module_spec(config: Mapping[str, Any], families: Families) -> ModelSpe
     of its files. Errors as of build_spec."""
     markers = families.markers(config.get("model_type"))
     spec = build_spec({key: value for key, value in config.items() if key not in markers}, families)
+    if spec.quantization is not None:
+        raise CheckpointError(
+            f"the model's weights are quantised ({spec.quantization.tool}), and wrap computes with "
+            "the module's own; bytetx.load(path) reads such a checkpoint, or load the module with "
+            "dequantised weights"
+        )
     modules = spec.family_table.get("modules")
     if modules is None:
         return spec
@@ -177,13 +182,6 @@ def _refuse_variants(config: Mapping[str, Any], table: Mapping[str, Any]) -> Non
         raise CheckpointError(
             f"config.json: position_embedding_type {position_kind!r} is not supported; "
             "only 'absolute' is"
-        )
-    if quantization := config.get("quantization_config"):
-        given = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        raise CheckpointError(
-            f"config.json: quantization_config says that the weights are quantised "
-            f"({_METHODS.get(given, given)!s:.60}), which bytetx does not read; give the "
-            "checkpoint in float32, float16 or bfloat16 that they were made from"
         )
 
 

@@ -13,8 +13,9 @@ import torch
 
 from bytetx.checkpoint.gguf.file import GGUF_SUFFIX, read_gguf
 from bytetx.checkpoint.gguf.tensors import named_tensors
+from bytetx.checkpoint.quantized_tensors import decode_quantized
 from bytetx.checkpoint.saved_tensor import (
-    FLOAT_DTYPES,
+    RAW_DTYPES,
     Part,
     SavedTensor,
     StoredTensor,
@@ -32,17 +33,6 @@ _MAX_TENSORS = 1 << 18
 # Those with the most shards have some 200.
 _MAX_SHARDS = 4096
 _MAX_DIMS = 16  # weights have 4 at most
-
-# The last part of the names of quantised tensors, and the tools that write them.
-_QUANTIZED = {
-    "qweight": "GPTQ or AWQ",
-    "qzeros": "GPTQ or AWQ",
-    "SCB": "bitsandbytes",
-    "absmax": "bitsandbytes",
-    "weight_scale": "compressed-tensors or an FP8 tool",
-    "weight_scale_inv": "an FP8 tool",
-    "weight_packed": "compressed-tensors",
-}
 
 _INDEX = "model.safetensors.index.json"
 
@@ -130,8 +120,10 @@ class Weights(Mapping[str, torch.Tensor]):
         if paths[0].suffix == GGUF_SUFFIX:
             self._saved = {**named_tensors(read_gguf(paths), spec), **_safetensors(more, spec)}
         else:
-            self._saved = _safetensors([*paths, *more], spec)
-            _check_index(folder, {tensor.name for tensor in self._saved.values()})
+            found = _safetensors([*paths, *more], spec)
+            _check_index(folder, {tensor.name for tensor in found.values()})
+            is_transposed = spec.layer_spec.weight_layout == "conv1d"
+            self._saved = decode_quantized(found, spec.quantization, is_transposed=is_transposed)
         self.used: set[str] = set()
         self._added: Mapping[str, Sequence[LowRank]] = {}
         self._dtype: torch.dtype | None = None
@@ -262,7 +254,6 @@ def _safetensors(paths: list[Path], spec: ModelSpec) -> dict[str, SavedTensor]:
                     f"as {tensor.name!r} in {tensor.path}"
                 )
             found[name] = tensor
-    _refuse_quantized(found)
     return found
 
 
@@ -343,7 +334,7 @@ def _saved_tensor(path: Path, name: str, entry: Any, data_start: int) -> SavedTe
             num_bytes = end - begin
         case _:
             raise _damaged(path, f"tensor {name!r} is described as {entry!r:.120}")
-    if dtype in FLOAT_DTYPES and num_bytes != math.prod(shape) * FLOAT_DTYPES[dtype].itemsize:
+    if dtype in RAW_DTYPES and num_bytes != math.prod(shape) * RAW_DTYPES[dtype].itemsize:
         raise _damaged(path, f"tensor {name!r}: {num_bytes} bytes are no {dtype} {shape!r:.80}")
     return SavedTensor(path, name, dtype, tuple(shape), data_start + begin, num_bytes)
 
@@ -401,16 +392,6 @@ def weight_files(folder: Path, spec: ModelSpec) -> list[Path]:
             f"{', '.join(missing[:12]) or 'none'}{more}"
         )
     return [folder / name for name in names]
-
-
-def _refuse_quantized(tensors: Mapping[str, SavedTensor]) -> None:
-    """Raises CheckpointError for tensors of a quantised checkpoint whose config.json is silent."""
-    for name, tensor in tensors.items():
-        if scheme := _QUANTIZED.get(name.rpartition(".")[2]):
-            raise CheckpointError(
-                f"{tensor.path} holds weights quantised by {scheme} (tensor {name!r}), which "
-                "bytetx does not read; give the checkpoint in float32, float16 or bfloat16"
-            )
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

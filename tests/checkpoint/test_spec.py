@@ -232,12 +232,6 @@ BAD_CONFIGS = [
     (BERT | {"is_decoder": True}, "runs as an encoder only"),
     (BERT | {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
     (BERT | {"quantization_config": {"bits": 4}}, "the weights are quantised"),
-    (BERT | {"quantization_config": {"quant_method": "gptq"}}, r"are quantised \(GPTQ\)"),
-    (BERT | {"quantization_config": {"quant_method": "awq"}}, r"are quantised \(AWQ\)"),
-    (
-        BERT | {"quantization_config": {"quant_method": "bitsandbytes"}},
-        r"are quantised \(bitsandbytes\)",
-    ),
     (BERT | {"quantization_config": {"quant_method": "hqq"}}, r"are quantised \(hqq\)"),
     (
         {"model_type": "roberta", "max_position_embeddings": 2},
