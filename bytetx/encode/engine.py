@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from threading import Condition, Thread
 from typing import Any
 
@@ -62,13 +63,15 @@ _MAX_RECENT = 512
 class StepStats:
     """One forward pass.
 
-    time: of its end, as time.time().  padded_tokens: tokens of the same batch padded to its
-    longest text.  seconds: from its start to its results.
+    time: of its end, as time.time().  total_tokens: of its texts.  computed_tokens: with each
+    common prefix once, and none that was kept.  padded_tokens: tokens of the same batch padded to
+    its longest text.  seconds: from its start to its results.
     """
 
     time: float
     num_sequences: int
     total_tokens: int
+    computed_tokens: int
     padded_tokens: int
     seconds: float
 
@@ -82,6 +85,7 @@ class EngineCounts:
     num_dropped: int = 0
     num_refused: int = 0
     total_tokens: int = 0
+    computed_tokens: int = 0
     padded_tokens: int = 0
     num_steps: int = 0
 
@@ -318,7 +322,7 @@ class EncodeEngine:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second in the last steps; 0 before the first."""
+        """Computed tokens per second in the last steps; 0 before the first."""
         return self._rate or 0.0
 
     def counts(self) -> tuple[EngineCounts, list[StepStats]]:
@@ -470,7 +474,8 @@ class EncodeEngine:
         for failure in failures:
             self._deliver_failure(step.shares[bisect_right(starts, failure.index) - 1], failure)
         with self._changed:
-            self._count_step(step, end, num_failed=len(failures))
+            computed = sum(map(attrgetter("computed_tokens"), launched.passes))
+            self._count_step(step, end, computed=computed, num_failed=len(failures))
             waiters = waiters_of(step.calls) if self._open else []
         if waiters:
             wake(waiters)
@@ -527,7 +532,7 @@ class EncodeEngine:
         else:
             self.fail(share.call, error)
 
-    def _count_step(self, step: EncodeStep, end: float, *, num_failed: int) -> None:
+    def _count_step(self, step: EncodeStep, end: float, *, computed: int, num_failed: int) -> None:
         seconds = end - step.start_time
         for share in step.shares:
             call, num_texts = share.call, len(share.requests)
@@ -543,16 +548,17 @@ class EncodeEngine:
         counts.num_done += len(requests) - num_failed
         counts.num_failed += num_failed
         counts.total_tokens += requests.total_tokens
+        counts.computed_tokens += computed
         counts.padded_tokens += padded
         counts.num_steps += 1
-        stats = StepStats(time.time(), len(requests), requests.total_tokens, padded, seconds)
-        self.recent.append(stats)
+        tokens = (requests.total_tokens, computed, padded)
+        self.recent.append(StepStats(time.time(), len(requests), *tokens, seconds))
         alone = end - max(step.start_time, self._last_end) - step.nested_seconds
         if step.nested_tokens:
             alone = seconds - step.nested_seconds
         self._last_end = end
-        if alone > 0 and (self._rate is None or requests.total_tokens >= _RATE_TOKENS):
-            rate = requests.total_tokens / alone
+        if alone > 0 and (self._rate is None or computed >= _RATE_TOKENS):
+            rate = computed / alone
             old = rate if self._rate is None else self._rate
             self._rate = old + _RATE_WEIGHT * (rate - old)
 

@@ -32,7 +32,8 @@ class StartedPass:
     """A forward pass that was started.
 
     keep: what the device still uses, besides the tensors.  prefixes: what is to be done with those
-    that the step has, as soon as it is done.
+    that the step has, as soon as it is done.  computed_tokens: with each common prefix once, and
+    none that was kept.
     """
 
     step: Step
@@ -41,6 +42,7 @@ class StartedPass:
     is_done: torch.cuda.Event | None = None
     keep: object = None
     prefixes: "_StepPrefixes | None" = None
+    computed_tokens: int = 0
 
     def outputs(self) -> tuple[np.ndarray, ...]:
         if self.is_done is not None:
@@ -190,6 +192,9 @@ class Runner:
             batch if shared is None else shared,
             None if prompts is None else torch.from_numpy(prompts),
         )
+        computed = requests.total_tokens
+        if shared is not None and shared.shared is not None:
+            computed = shared.shared.batch.total_tokens
         if self._queue is None:
             transformer = self.transformer
             if between_layers is not None and self.is_interruptible:
@@ -197,9 +202,11 @@ class Runner:
             outputs = task.compute(transformer, step)
             if shared is not None and shared.shared is not None:
                 outputs = (*outputs, *shared.shared.are_kept_finite())
-            return StartedPass(step, outputs, self.device, prefixes=prefixes)
+            return StartedPass(
+                step, outputs, self.device, prefixes=prefixes, computed_tokens=computed
+            )
         copies, is_done, keep = self._queue.start(step, task)
-        return StartedPass(step, copies, self.device, is_done, keep, prefixes)
+        return StartedPass(step, copies, self.device, is_done, keep, prefixes, computed)
 
     def _release_memory(self) -> bool:
         """Frees what a GPU holds to be faster; False where that is nothing."""

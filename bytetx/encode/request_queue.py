@@ -359,6 +359,8 @@ class RequestQueue:
                 if entry != call.entry:
                     continue  # stale
                 for texts in call.waiting:
+                    if texts.place is not None:
+                        self._nexts.remove(texts.place)
                     taken.append(Taken(call, texts, 0, texts.num_left))
                     texts.num_left = 0
                 call.served_tokens += call.queued_tokens
@@ -528,8 +530,6 @@ class RequestQueue:
             self._arrivals.clear()
             self._unplaced.clear()
             self._num_stale, self._passed_over = 0, None
-            if self._nexts:
-                self._nexts = PrefixIndex()
 
 
 def longest_first(requests: Requests) -> Requests:

@@ -97,6 +97,7 @@ class StatusWindow:
                         "t": step.time,
                         "sequences": step.num_sequences,
                         "tokens": step.total_tokens,
+                        "computed_tokens": step.computed_tokens,
                         "padded_tokens": step.padded_tokens,
                         "seconds": step.seconds,
                     }
@@ -281,7 +282,10 @@ class _Batches:
             "bytetx_batch_sequences", "Texts of a forward pass.", buckets=_SIZES, registry=registry
         )
         self._tokens = Histogram(
-            "bytetx_batch_tokens", "Tokens of a forward pass.", buckets=_SIZES, registry=registry
+            "bytetx_batch_tokens",
+            "Tokens that a forward pass computes.",
+            buckets=_SIZES,
+            registry=registry,
         )
         registry.register(self)
 
@@ -300,7 +304,7 @@ class _Batches:
         for name, stats in self.stats():
             for step in self._unseen(name, stats.recent):
                 self._sequences.observe(step.num_sequences)
-                self._tokens.observe(step.total_tokens)
+                self._tokens.observe(step.computed_tokens)
 
     def _unseen(self, name: str, recent: Iterable[StepStats]) -> Iterator[StepStats]:
         seen = self._seen.get(name, 0.0)
@@ -320,7 +324,11 @@ class _Batches:
         }
         counters = {
             "bytetx_steps": ("Forward passes.", "num_steps"),
-            "bytetx_step_tokens": ("Tokens of forward passes.", "total_tokens"),
+            "bytetx_step_tokens": ("Tokens that forward passes computed.", "computed_tokens"),
+            "bytetx_step_text_tokens": (
+                "Tokens of the texts of forward passes, common prefixes in each text.",
+                "total_tokens",
+            ),
             "bytetx_prefix_saved_tokens": (
                 "Tokens that forward passes took from the cache of prefixes.",
                 "prefix_saved_tokens",

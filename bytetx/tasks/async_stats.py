@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from bytetx.encode.engine import EncodeEngine, StepStats
 
 _COUNTS: tuple[str, ...] = ("num_done", "num_failed", "num_dropped", "num_refused", "total_tokens")
-_COUNTS += ("padded_tokens", "num_steps", "num_draft_tokens", "num_accepted_tokens")
+_COUNTS += (
+    "computed_tokens",
+    "padded_tokens",
+    "num_steps",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+)
 _COUNTS += ("prefix_saved_tokens",)
 
 
@@ -16,9 +22,11 @@ class AsyncStats:
 
     num_queued, queued_tokens: texts that wait, those that are tokenised among them.  num_running:
     texts in forward passes.  num_calls: calls that are not answered.  num_generating: prompts.
-    tokens_per_second: of the last forward passes.  num_done, num_failed, num_dropped: texts that
-    have a result, an error, or were cancelled or late.  num_refused: calls with a QueueFullError.
-    total_tokens, padded_tokens, num_steps: sums over all forward passes.
+    tokens_per_second: that the last forward passes computed.  num_done, num_failed, num_dropped:
+    texts that have a result, an error, or were cancelled or late.  num_refused: calls with a
+    QueueFullError.
+    total_tokens, padded_tokens, num_steps: sums over all forward passes.  computed_tokens: of
+    total_tokens, those that passes computed, where texts have prefixes in common.
     num_draft_tokens, num_accepted_tokens: of generation, drafted tokens and those that were right.
     prefix_saved_tokens: those that forward passes took from the cache of prefixes, since the Model
     was made.  prefix_cache_bytes: that it holds now.
@@ -36,6 +44,7 @@ class AsyncStats:
     num_dropped: int = 0
     num_refused: int = 0
     total_tokens: int = 0
+    computed_tokens: int = 0
     padded_tokens: int = 0
     num_steps: int = 0
     num_draft_tokens: int = 0
@@ -78,6 +87,7 @@ def engine_stats(engine: EncodeEngine) -> AsyncStats:
         num_dropped=counts.num_dropped,
         num_refused=counts.num_refused,
         total_tokens=counts.total_tokens,
+        computed_tokens=counts.computed_tokens,
         padded_tokens=counts.padded_tokens,
         num_steps=counts.num_steps,
         prefix_saved_tokens=0 if prefixes is None else prefixes.saved_tokens,

@@ -23,6 +23,7 @@ import bytetx
 from bytetx.encode.prefix_index import PrefixIndex
 from bytetx.encode.prefixes import MIN_PREFIX_TOKENS, common_length
 from bytetx.encode.request_queue import OpenCall, RequestQueue, Taken
+from bytetx.errors import QueueFullError
 
 STATE, OTHER = [7] * 60, [8] * 60
 
@@ -350,3 +351,55 @@ def test_cancelled_callers_and_mixed_tasks_of_one_context(
 
     asyncio.run(main())
     assert held.rows[1:] == [64 + 7 * 6]
+
+
+def test_rates_and_waits_are_of_the_tokens_that_passes_compute() -> None:
+    now = [0.0]
+
+    class Timed(SharingTransformer):
+        def forward(self, batch: Any) -> Any:
+            now[0] += 0.5
+            return super().forward(batch)
+
+    transformer = Timed(gate=threading.Semaphore(0))
+    engine = make_engine(transformer, token_budget=200, max_queued_tokens=300, clock=lambda: now[0])
+    texts = [STATE + [n] * 10 for n in range(10)]
+
+    async def main() -> None:
+        transformer.gate.release(1)
+        await answer(engine, submit(engine, texts))
+        assert engine.tokens_per_second == (60 + 10 * 10) / 0.5
+        blocker = submit(engine, [[1]])
+        while engine.num_queued:
+            await asyncio.sleep(0)
+        waiting = submit(engine, [[4] * 250])
+        with pytest.raises(QueueFullError) as raised:
+            submit(engine, [[5] * 210])
+        assert raised.value.retry_after_s == 160 / 320
+        transformer.gate.release(5)
+        await answer(engine, blocker)
+        await answer(engine, waiting)
+
+    run_main(main())
+    engine.close()
+    counts, recent = engine.counts()
+    assert (counts.total_tokens, counts.computed_tokens) == (700 + 1 + 250, 160 + 1 + 250)
+    assert [(step.total_tokens, step.computed_tokens) for step in recent][0] == (700, 160)
+
+
+def test_stats_have_the_tokens_that_are_computed_and_those_of_the_texts(tmp_path: Path) -> None:
+    model = bytetx.load(save_causal(tmp_path), device="cpu", prefix_cache_bytes=1 << 20)
+    texts = [[9] * 40 + [n, 5] for n in range(10, 18)]
+
+    async def main() -> list[tuple[int, int]]:
+        async with bytetx.AsyncModel(model) as served:
+            found = []
+            for _ in range(3):
+                await served.score(texts)
+                stats = served.stats()
+                found.append((stats.total_tokens, stats.computed_tokens))
+            return found
+
+    (first, own), (_, kept), (_, last) = asyncio.run(main())
+    assert first == 8 * 42 and own == 40 + 8 * 2
+    assert kept - own in (own, 8 * 2) and last - kept == 8 * 2  # the prefix came from the cache

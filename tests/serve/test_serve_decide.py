@@ -73,6 +73,15 @@ def test_states_that_requests_share_are_kept(folder: Path) -> None:
     samples = dict(line.split() for line in one.get("/metrics").text.splitlines() if line[0] != "#")
     assert float(samples['bytetx_prefix_saved_tokens_total{model="d"}']) > 32
     assert 0 < float(samples['bytetx_prefix_cache_bytes{model="d"}']) <= 1 << 20
+    computed, of_texts = (
+        float(samples[f'bytetx_step_{name}_total{{model="d"}}'])
+        for name in ("tokens", "text_tokens")
+    )
+    assert 0 < computed < of_texts
+    assert float(samples["bytetx_batch_tokens_sum"]) == computed
+    steps = one.get("/stats.json").json()["steps"]
+    assert sum(step["computed_tokens"] for step in steps) == computed
+    assert sum(step["tokens"] for step in steps) == of_texts
 
 
 def test_decisions_of_openai(decider: InProcess) -> None:
