@@ -29,6 +29,7 @@ _MAX_CHARACTERS = 16 << 20
 # Addresses of this process, of which Python takes 30 MiB. macOS does not enforce it: there, a
 # template has the memory that it can fill in its time.
 _MAX_BYTES = 1 << 30
+_LIMIT_S = 0.5  # the limit of processor time is set so often, and a chat may have as much more
 _MAX_DELAY_S = 0.001  # while answers behind one are written
 _MAX_ERROR_CHARACTERS = 200  # a template may quote the chat
 _SMALL_CHAT = [{"role": "user", "content": "a"}]
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     messages.send([TEXT])
-    since = 0.0
+    since, limited = 0.0, -math.inf
     prompt: _Prompt | None = None
     answers: list[bytes] = []  # to be sent
     while True:
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str]) -> None:
                 request = messages.take()
         except (EOFError, OSError):
             return
-        _limit_processor_time(seconds)
+        if time.monotonic() - limited > _LIMIT_S:
+            _limit_processor_time(seconds)
+            limited = time.monotonic()
         text = ""
         try:
             if prompt is None:

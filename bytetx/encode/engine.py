@@ -593,7 +593,7 @@ class EncodeEngine:
             )
             if self._is_closed:
                 return False
-            step = self._next_step() if len(self._running) < _STEPS_IN_FLIGHT else None
+            step = self._next_step() if self._may_launch() else None
         if step is not None:
             self._launch(step)
         if self._running and (
@@ -602,9 +602,24 @@ class EncodeEngine:
             self._collect(self._running.popleft())
         elif self._running and step is None:
             with self._changed:
-                if not self._queue and not self._is_closed:
+                if not self._may_launch() and not self._is_closed:
                     self._changed.wait(_POLL_S)
         return True
+
+    def _may_launch(self) -> bool:
+        """Whether a step runs or may wait behind the one that does.
+
+        Behind one that shares prefixes only a full one waits: their operations are launched one by
+        one, so that many small steps would take the time in which texts are read.
+        """
+        if not self._queue and not self._planned:
+            return False
+        if not self._running or self._planned:
+            return len(self._running) < _STEPS_IN_FLIGHT
+        last = self._running[-1].launched
+        is_shared = last is not None and last.shares_prefixes
+        full = self._queue.queued_tokens >= self.token_budget
+        return len(self._running) < _STEPS_IN_FLIGHT and (full or not is_shared)
 
     def _next_step(self) -> EncodeStep | None:
         if not self._planned:

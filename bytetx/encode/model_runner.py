@@ -87,6 +87,11 @@ class Launched:
         """Whether `outputs_by_pass()` returns at once."""
         return all(one.is_done is None or one.is_done.query() for one in self.passes)
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether common prefixes of its texts are computed once."""
+        return any(one.step.shared is not None for one in self.passes)
+
     def outputs_by_pass(self) -> list[tuple[np.ndarray, ...]]:
         """Rows of the requests of each pass. Raises DeviceLostError."""
         try:

@@ -261,11 +261,11 @@ MAX_WINDOW_STEPS = 4
 # What is read and not computed, as a common prefix is for each text but one, is admitted as a part
 # of what is computed.
 _READ_PART = 4
-# Where a GPU computes common prefixes once, steps are no graphs. The first window is a part of a
-# step: much more text is read than computed, and the device waits for it.  A window is read once
-# the one before it is launched, for a thread that reads would take the interpreter from the one
+# Where a GPU computes common prefixes once, steps are no graphs. Windows have so many tokens then,
+# for the device waits for the first one, of which more is read than computed.  A window is read
+# once the one before it is launched: a thread that reads would take the interpreter from the one
 # that launches at each of some hundred operations.
-_FIRST_PART = 1 / 4
+_SHARED_WINDOW_TOKENS = 1 << 14
 # A step that computes common prefixes once may hold as many times the tokens of another, or more.
 _SHARED_STEPS = 8
 # A result of more texts is put together in a thread.
@@ -302,16 +302,15 @@ def windows(
     *,
     estimate_tokens: Callable[[Input], int],
     token_budget: int,
-    first_steps: float = 1,
+    max_steps: int = MAX_WINDOW_STEPS,
 ) -> Iterator[list[Input]]:
     """Cuts the input into windows, pulling no more of it than the window that is asked for.
 
     The first window is about one step long, so that the first forward pass starts at once; each
-    next one is twice as long, up to MAX_WINDOW_STEPS steps.  estimate_tokens: a cheap guess of one
-    input's tokens; it must be at least 1, so that a window always ends.  first_steps: of the first
-    window, where that is not one.
+    next one is twice as long, up to max_steps steps.  estimate_tokens: a cheap guess of one
+    input's tokens; it must be at least 1, so that a window always ends.
     """
-    num_steps = first_steps
+    num_steps = 1
     window: list[Input] = []
     num_tokens = 0
     for item in inputs:
@@ -320,7 +319,7 @@ def windows(
         if num_tokens >= num_steps * token_budget * _WINDOW_FILL:
             yield window
             window, num_tokens = [], 0
-            num_steps = min(2 * num_steps, MAX_WINDOW_STEPS)
+            num_steps = min(2 * num_steps, max_steps)
     if window:
         yield window
 
@@ -394,11 +393,12 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
     reader = run.call.reader
     device = engine.runner.device
     has_graphs = device.type != "cuda" or not engine.shares_prefixes
+    budget = engine.token_budget
     cut = windows(
         run.call.texts,
         estimate_tokens=_estimate_work(reader, engine),
-        token_budget=engine.token_budget,
-        first_steps=1 if has_graphs else _FIRST_PART,
+        token_budget=budget if has_graphs else min(budget, _SHARED_WINDOW_TOKENS),
+        max_steps=MAX_WINDOW_STEPS if has_graphs else 1,
     )
     running: deque[tuple[EncodeStep, Window | None]] = deque()
     collect = partial(_collect, run, engine)

@@ -560,8 +560,9 @@ class Ahead(Runner):
 
     is_interruptible = False
 
-    def __init__(self, *args: object, **options: object):
+    def __init__(self, *args: object, shares: bool = False, **options: object):
         super().__init__(*args, **options)
+        self.shares = shares
         self.events: list[str] = []
         self.done = threading.Semaphore(0)
         self.launched = threading.Semaphore(0)
@@ -576,6 +577,7 @@ class Ahead(Runner):
 class Pending:
     def __init__(self, launched: Launched, runner: Ahead, tokens: int):
         self.passes, self.failures = launched.passes, launched.failures
+        self.shares_prefixes = runner.shares
         self._launched, self._runner, self._tokens = launched, runner, tokens
         self._is_done = False
 
@@ -610,6 +612,36 @@ def test_a_second_step_is_launched_while_one_runs() -> None:
     engine.close()
     assert runner.events[:3] == ["launch 2", "launch 3", "collect 2"]
     assert runner.events[-1] == "collect 5"
+
+
+def test_only_a_full_step_waits_behind_one_that_shares_prefixes() -> None:
+    runner = Ahead(
+        FakeTransformer(),
+        executor=Executor(),
+        device=torch.device("cpu"),
+        token_budget=8,
+        shares=True,
+    )
+    limits = {"max_queued_requests": 100, "max_queued_tokens": 10_000, "age_limit_s": 100.0}
+    engine = EncodeEngine(runner, token_budget=8, **limits)
+
+    async def main() -> None:
+        calls = [submit(engine, [[1] * 2])]
+        assert runner.launched.acquire(timeout=WAIT_S)
+        calls.append(submit(engine, [[1] * 3]))
+        assert not runner.launched.acquire(timeout=0.05)  # it waits for more, or for the device
+        calls.append(submit(engine, [[1] * 5]))
+        assert runner.launched.acquire(timeout=WAIT_S)
+        runner.done.release(3)
+        for call, tokens in zip(calls, (2, 3, 5), strict=True):
+            assert await answer(engine, call) == {0: float(tokens)}
+        calls = [submit(engine, [[1] * 4])]  # nothing runs: at once
+        runner.done.release(2)
+        assert await answer(engine, calls[0]) == {0: 4.0}
+
+    run(main())
+    engine.close()
+    assert runner.events[:4] == ["launch 2", "launch 8", "collect 2", "collect 8"]
 
 
 def test_each_loop_of_each_thread_gets_its_results() -> None:
