@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bytetx.errors import InputError
 
@@ -75,6 +76,13 @@ class Messages:
         self._end.close()
 
 
+class _Sent(NamedTuple):
+    """A request, and as it is sent."""
+
+    request: tuple[Any, ...]
+    data: bytes
+
+
 class RendererProcess:
     """bytetx.checkpoint.chat_renderer in a process that ends with this object or with this process.
 
@@ -121,59 +129,73 @@ class RendererProcess:
                 f"`{sys.executable} -c 'import bytetx.checkpoint.chat_renderer'` to see why"
             )
 
-    def ask(self, request: tuple[Any, ...] | list[Any]) -> tuple[bytes, str]:
+    def ask(self, request: tuple[Any, ...]) -> tuple[bytes, str]:
         """(kind, text) of the answer: TEXT with the text, or why there is none.
 
         request: entries of types that marshal takes.  After TOO_MUCH the process has ended.
         """
-        (answer,), _ = self.ask_all([request])
-        return answer
+        answers, _ = self.ask_all(iter([request]))
+        return answers[0]
 
     def ask_all(
-        self, requests: Sequence[tuple[Any, ...] | list[Any]]
-    ) -> tuple[list[tuple[bytes, str]], int]:
-        """(the answers in order up to the first one that is TOO_MUCH, how many are in doubt).
+        self, requests: Iterator[tuple[Any, ...]]
+    ) -> tuple[list[tuple[bytes, str]], list[tuple[Any, ...]]]:
+        """(the answers in order up to the first one that is TOO_MUCH, requests that are in doubt).
 
-        The next requests are under way while one is answered.  Where one of several is TOO_MUCH,
-        these are in doubt: to be asked again, each alone.
+        Requests are taken while others are under way.  Where one of several is TOO_MUCH, these are
+        in doubt: to be asked again, each alone.
         """
         answers: list[tuple[bytes, str]] = []
-        sizes: list[int] = []  # bytes of those that were sent
+        sent = deque[_Sent]()  # that are not answered
+        held = deque[_Sent]()  # that were taken, and are to be sent
+        waiting = 0  # bytes of those that were sent
         try:
-            while len(answers) < len(requests):
-                waiting = sum(sizes[len(answers) :])
-                if waiting <= _BYTES_AHEAD // 2 and len(sizes) < len(requests):
-                    # It reads no more than _BYTES_AHEAD before its answers are read.
-                    sizes += self._send(requests[len(sizes) :], room=_BYTES_AHEAD - waiting)
+            while True:
+                if waiting <= _BYTES_AHEAD // 2:
+                    waiting += self._send(requests, sent, held, room=_BYTES_AHEAD - waiting)
+                if not sent:
+                    return answers, []
                 answers.append(self._receive(self._seconds))
                 if answers[-1][0] == TOO_MUCH:
                     break
+                waiting -= len(sent.popleft().data)
         except OSError:
             answers.append(self._ended())
         except BaseException:
             self._end()  # the answers would come with the next question
             raise
-        if not answers or answers[-1][0] != TOO_MUCH:
-            return answers, 0
         self._end()
-        num_in_doubt = len(sizes) - len(answers) + 1
-        return (answers[:-1], num_in_doubt) if num_in_doubt > 1 else (answers, 0)
+        doubted = [one.request for one in (*sent, *held)]
+        return (answers, []) if len(doubted) < 2 else (answers[:-1], doubted)
 
     def is_alive(self) -> bool:
         """Whether it can be asked: it has not ended, and this process is no fork of its owner."""
         return self._end.alive and self._owner == os.getpid()
 
-    def _send(self, requests: Sequence[Any], *, room: int) -> list[int]:
-        """Sends the first requests that have room, or none is before. Returns the bytes of each."""
-        data: list[bytes] = []
-        for request in requests:
-            one = marshal.dumps(request)
-            if len(one) > room and (data or room < _BYTES_AHEAD):
-                break
-            data.append(one)
-            room -= len(one)
-        self._messages.send(data)
-        return list(map(len, data))
+    def _send(
+        self,
+        requests: Iterator[tuple[Any, ...]],
+        sent: deque["_Sent"],
+        held: deque["_Sent"],
+        *,
+        room: int,
+    ) -> int:
+        """Sends the next requests that have room. Returns their bytes.
+
+        One that has none waits in `held` for the next call, unless nothing else was sent.
+        """
+        size = sum(len(one.data) for one in held)
+        while size <= room and (request := next(requests, None)) is not None:
+            held.append(_Sent(request, marshal.dumps(request)))
+            size += len(held[-1].data)
+        last = held.pop() if size > room and (sent or len(held) > 1) else None
+        self._messages.send([one.data for one in held])
+        sent += held
+        size -= 0 if last is None else len(last.data)
+        held.clear()
+        if last is not None:
+            held.append(last)
+        return size
 
     def _receive(self, seconds: float) -> tuple[bytes, str]:
         try:

@@ -8,15 +8,15 @@ process, which is killed on a timeout and has limits of memory and output.
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bytetx.checkpoint.chat_process import BROKEN, REFUSED, TEXT, RendererProcess
+from bytetx.checkpoint.chat_process import BROKEN, REFUSED, TEXT, TOO_MUCH, RendererProcess
 from bytetx.checkpoint.side_files import read_text
 from bytetx.checkpoint.tokenizer_config import read_special_tokens, read_tokenizer_config
 from bytetx.checkpoint.tokenizer_files import NAMED_TEMPLATES
@@ -124,22 +124,29 @@ class ChatTemplate:
         field = "content" if continued is True else continued
         return PreparedChat(template, (_plain_messages(messages), given, field, joins_parts))
 
-    def render_all(self, chats: "Sequence[PreparedChat]") -> list[str | InputError]:
+    def render_all(self, chats: "Iterable[PreparedChat]") -> list[str | InputError]:
         """The texts of chats of this checkpoint; an error in place of each that `render` refuses.
 
-        The template's process need not wait between them. CheckpointError where it is broken.
+        Chats are taken while others are rendered. CheckpointError where the template is broken.
         """
         texts: list[str | InputError] = []
-        while len(texts) < len(chats):
-            template = chats[len(texts)].template
-            _, rest = next(groupby(chats[len(texts) :], key=lambda chat: id(chat.template)))
-            requests = [chat.request for chat in rest]
-            with template._lock:
-                answers, num_in_doubt = template._ready().ask_all(requests)
-                for request in requests[len(answers) :][:num_in_doubt]:
-                    answers.append(template._ready().ask(request))
-            texts += [template._text_or_error(kind, text) for kind, text in answers]
+        for _, group in groupby(chats, key=lambda chat: id(chat.template)):
+            first = next(group)  # before the lock, which what makes the first chat may need
+            requests = (chat.request for chat in chain([first], group))
+            with first.template._lock:
+                answers = first.template._ask_all(requests)
+            texts += [first.template._text_or_error(kind, text) for kind, text in answers]
         return texts
+
+    def _ask_all(self, requests: Iterator[tuple[Any, ...]]) -> list[tuple[bytes, str]]:
+        """The answers of the process, and of others after it where it ends. Needs the lock."""
+        answers: list[tuple[bytes, str]] = []
+        while True:
+            found, doubted = self._ready().ask_all(requests)
+            answers += found
+            answers += [self._ready().ask(request) for request in doubted]
+            if not doubted and (not found or found[-1][0] != TOO_MUCH):
+                return answers
 
     def _chosen(self, name: str | None, has_tools: bool) -> "ChatTemplate":
         """As transformers chooses: by name, else tool_use where there are tools, else default."""

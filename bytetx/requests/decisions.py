@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from string import ascii_uppercase
 from typing import Any
 
@@ -287,14 +288,15 @@ class DecisionPrompts:
 
     def render(self, state: Any, questions: Sequence[Question]) -> str:
         """The text of one prompt, with MARK and SPLIT where the template writes them."""
-        (text,) = self.render_all([self.prepared(state, questions)])
+        (text,) = self.render_all(iter([self.prepared(state, questions)]))
         if isinstance(text, InputError):
             raise text
         return text
 
-    def render_all(self, prompts: Sequence[PreparedChat]) -> list[str | InputError]:
+    def render_all(self, prompts: Iterator[PreparedChat]) -> list[str | InputError]:
         """The texts of prompts, or the error of each that the template refuses."""
-        return self._source.render_all(prompts) if prompts else []
+        first = next(prompts, None)
+        return [] if first is None else self._source.render_all(chain([first], prompts))
 
     def prepared(self, state: Any, questions: Sequence[Question]) -> PreparedChat:
         """A prompt for `render_all`."""
@@ -356,15 +358,7 @@ class DecisionReader(InputReader):
 
     def read(self, inputs: Sequence[object], start: int) -> Window:
         errors: Errors = {}
-        prompts: list[_Prompt] = []
-        for index, item in enumerate(inputs, start):
-            try:
-                prompts += self._prompts_of(index, item)
-            except CheckpointError:
-                raise  # the template's own fault is that of every request
-            except (TypeError, ValueError, RecursionError) as error:
-                errors[index] = self._named(index, error)
-        prompts = self._rendered(prompts, errors)
+        prompts = self._rendered(inputs, start, errors)
         requests = self._rows(prompts, errors)
         if start == 0:
             self._learn_density([prompt.text for prompt in prompts], requests.total_tokens)
@@ -382,10 +376,24 @@ class DecisionReader(InputReader):
         text = "nests too deep" if isinstance(error, RecursionError) else str(error)
         return kind(f"{self.name}[{index}] {text}").with_traceback(None)
 
-    def _rendered(self, prompts: Sequence[_Prompt], errors: Errors) -> list[_Prompt]:
-        """Those prompts that the template takes, with their texts."""
+    def _rendered(self, inputs: Sequence[object], start: int, errors: Errors) -> list[_Prompt]:
+        """The prompts of requests, with their texts; those of a bad request are left out."""
         assert self.prompts is not None
-        texts = self.prompts.render_all([prompt.chat for prompt in prompts])
+        prompts: list[_Prompt] = []
+
+        def chats() -> Iterator[PreparedChat]:
+            for index, item in enumerate(inputs, start):
+                try:
+                    found = self._prompts_of(index, item)
+                except CheckpointError:
+                    raise  # the template's own fault is that of every request
+                except (TypeError, ValueError, RecursionError) as error:
+                    errors[index] = self._named(index, error)
+                    continue
+                prompts.extend(found)
+                yield from (prompt.chat for prompt in found)
+
+        texts = self.prompts.render_all(chats())
         for prompt, text in zip(prompts, texts, strict=True):
             if isinstance(text, InputError):
                 errors.setdefault(prompt.index, self._named(prompt.index, text))
