@@ -76,6 +76,11 @@ def _resolve(path_or_id: str | Path, *, revision: str | None, local_files_only: 
         return folder
     if folder.is_file() and folder.suffix.lower() == GGUF_SUFFIX:
         return _gguf_folder(folder, folder.name)
+    if folder.suffix.lower() == ".onnx":
+        raise CheckpointError(
+            f"{folder}: bytetx does not read ONNX; give the folder of the checkpoint in "
+            "safetensors that it was exported from: dtype='int8' of bytetx.load quantises it"
+        )
     if folder.exists():
         raise CheckpointError(f"{folder} is a file; give the checkpoint's folder or a hub id")
     if str(path_or_id).startswith((".", "/", "~")):

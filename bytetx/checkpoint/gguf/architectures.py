@@ -141,8 +141,8 @@ def architecture_of(file: GgufFile) -> Architecture:
     name = file.need("general.architecture", TEXT)
     if kind != "model" or name in ("clip", "imatrix"):
         raise CheckpointError(
-            f"{file.path} holds no language model, but {kind if kind != 'model' else name!r}; give "
-            "the file with the model's weights"
+            f"{file.path} holds no language model, but {name if kind == 'model' else kind!s:.60}; "
+            "give the file with the model's weights"
         )
     found = ARCHITECTURES.get(name)
     if found is None:
