@@ -261,15 +261,14 @@ class DecisionPrompts:
 
     def groups(self, questions: Sequence[Question]) -> Iterator[list[Question]]:
         """The questions of each prompt: all of them where the template reads them together."""
-        together = self._template is not None and self._reads_all
-        for group in [list(questions)] if together else [[question] for question in questions]:
+        for group in [list(questions)] if self._reads_all else [[question] for question in questions]:
             for count in range(max(question.num_orders for question in group)):
                 yield [question.rotated(count % question.num_orders) for question in group]
 
     @cached_property
     def _reads_all(self) -> bool:
-        assert self._template is not None
-        return "questions" in self._template.facts().variables
+        template = self._template
+        return template is not None and "questions" in template.facts().variables
 
     @cached_property
     def _source(self) -> ChatTemplate:
@@ -339,7 +338,7 @@ class DecisionReader(InputReader):
     name: of the requests, for errors.
     """
 
-    prompts: DecisionPrompts | None = field(default=None, repr=False)
+    prompts: DecisionPrompts = field(kw_only=True, repr=False)
     averages: bool = False
     check: Callable[[Question], object] = repr
     name: str = "requests"
@@ -378,7 +377,6 @@ class DecisionReader(InputReader):
 
     def _rendered(self, inputs: Sequence[object], start: int, errors: Errors) -> list[_Prompt]:
         """The prompts of requests, with their texts; those of a bad request are left out."""
-        assert self.prompts is not None
         prompts: list[_Prompt] = []
 
         def chats() -> Iterator[PreparedChat]:
@@ -402,7 +400,6 @@ class DecisionReader(InputReader):
         return [prompt for prompt in prompts if prompt.index not in errors]
 
     def _prompts_of(self, index: int, item: object) -> list[_Prompt]:
-        assert self.prompts is not None
         state, questions = self.prompts.read(item, averages=self.averages)
         for question in questions:
             try:
@@ -444,7 +441,6 @@ class DecisionReader(InputReader):
 
     def _encoded(self, prompts: Sequence[_Prompt], errors: Errors) -> list[list[int]]:
         """The ids of each prompt; of all at once, unless one of them is bad."""
-        assert self.prompts is not None
         encoder = self.prompts.encoder
         try:
             return encoder.encode([prompt.text for prompt in prompts])
@@ -462,7 +458,6 @@ class DecisionReader(InputReader):
     def _divided(self, encoded: Sequence[list[int]]) -> tuple[Tokens, list[list[int]]]:
         """(the prompts' own ids, marks): how many of them are before each MARK of a prompt, or
         before its end where there is none."""
-        assert self.prompts is not None
         mark, split = self.prompts.encoder.sentinel_ids
         bounds = np.cumsum([0, *map(len, encoded)])
         ids = flatten_int_lists(encoded, total=int(bounds[-1]))

@@ -391,7 +391,8 @@ def test_the_guess_of_a_request_is_that_of_its_prompts(model: bytetx.Model) -> N
     """Each question has the state; in a pass all of them have it once."""
     questions = {f"q{i}": {"type": "noul", "instructions": "y" * 40} for i in range(20)}
     request = {"state": "x" * 4000, "questions": questions}
-    reader = DecisionReader(model.spec, model.tokenizer)
+    prompts = model.context.decision_prompts
+    reader = DecisionReader(model.spec, model.tokenizer, prompts=prompts)
     for given in (request, json.dumps(request)):
         assert 20 * 1000 < reader.estimate_tokens(given) < 30 * 1000
         assert 1000 < reader.estimate_work(given, given) < 2000
