@@ -83,41 +83,38 @@ class Requests:
 
     def take(self, rows: np.ndarray) -> "Requests":
         """The texts at `rows`, in that order."""
-        seqlens = self.seqlens[rows]
-        tokens = rows_of(self.cu_seqlens[rows], seqlens)
-        types, prompts, alignments = self.token_type_ids, self.prompt_tokens, self.alignments
-        return Requests(
-            self.indices[rows],
-            seqlens,
-            self.token_ids[tokens],
-            self.is_truncated[rows],
-            None if types is None else types[tokens],
-            None if prompts is None else prompts[rows],
-            None if alignments is None else [alignments[row] for row in rows],
-            None if self.unseen_tokens is None else self.unseen_tokens[rows],
-            None if self.chunks is None else self.chunks[rows],
-        )
+        return self._at(rows, rows_of(self.cu_seqlens[rows], self.seqlens[rows]))
 
     def cut(self, bounds: Sequence[int]) -> "list[Requests]":
         """Consecutive parts, views of these columns: texts bounds[0] to bounds[1], and so on."""
         starts = self.cu_seqlens[bounds].tolist()
         return [
-            self._piece(slice(bounds[i], bounds[i + 1]), slice(starts[i], starts[i + 1]))
+            self._at(slice(bounds[i], bounds[i + 1]), slice(starts[i], starts[i + 1]))
             for i in range(len(bounds) - 1)
         ]
 
-    def _piece(self, texts: slice, tokens: slice) -> "Requests":
-        types, prompts, alignments = self.token_type_ids, self.prompt_tokens, self.alignments
+    def _at(self, texts: slice | np.ndarray, tokens: slice | np.ndarray) -> "Requests":
+        """Some texts, and the tokens that are theirs."""
+
+        def part(column: np.ndarray | None, places: slice | np.ndarray) -> np.ndarray | None:
+            return None if column is None else column[places]
+
+        alignments = self.alignments
+        if alignments is not None:
+            if isinstance(texts, slice):
+                alignments = alignments[texts]
+            else:
+                alignments = [alignments[row] for row in texts]
         return Requests(
             self.indices[texts],
             self.seqlens[texts],
             self.token_ids[tokens],
             self.is_truncated[texts],
-            None if types is None else types[tokens],
-            None if prompts is None else prompts[texts],
-            None if alignments is None else alignments[texts],
-            None if self.unseen_tokens is None else self.unseen_tokens[texts],
-            None if self.chunks is None else self.chunks[texts],
+            part(self.token_type_ids, tokens),
+            part(self.prompt_tokens, texts),
+            alignments,
+            part(self.unseen_tokens, texts),
+            part(self.chunks, texts),
         )
 
 
