@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bytetx.encode.model_runner import Launched, Runner
-from bytetx.encode.request import Failure, Requests, join_requests
+from bytetx.encode.request import EngineCounts, Failure, Requests, StepStats, join_requests
 from bytetx.encode.request_queue import (
     OpenCall,
     RequestQueue,
@@ -57,37 +57,6 @@ _MIN_STEP_TOKENS = 256
 _RATE_WEIGHT, _RATE_TOKENS = 0.2, 64
 _MIN_RETRY_S, _UNKNOWN_RETRY_S = 0.01, 1.0
 _MAX_RECENT = 512
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """One forward pass.
-
-    time: of its end, as time.time().  total_tokens: of its texts.  computed_tokens: with each
-    common prefix once, and none that was kept.  padded_tokens: tokens of the same batch padded to
-    its longest text.  seconds: from its start to its results.
-    """
-
-    time: float
-    num_sequences: int
-    total_tokens: int
-    computed_tokens: int
-    padded_tokens: int
-    seconds: float
-
-
-@dataclass(slots=True)
-class EngineCounts:
-    """Counts of an engine's texts since it was made; see AsyncStats."""
-
-    num_done: int = 0
-    num_failed: int = 0
-    num_dropped: int = 0
-    num_refused: int = 0
-    total_tokens: int = 0
-    computed_tokens: int = 0
-    padded_tokens: int = 0
-    num_steps: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Requests: the engine's texts, in columns; failures; and the counts of a run."""
+"""Requests: the engine's texts, in columns; failures; the counts of a run and of an engine."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -198,6 +198,37 @@ class RunStats:
     compute_seconds: float | None = None
     num_draft_tokens: int | None = None
     num_accepted_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One forward pass.
+
+    time: of its end, as time.time().  total_tokens: of its texts.  computed_tokens: with each
+    common prefix once, and none that was kept.  padded_tokens: tokens of the same batch padded to
+    its longest text.  seconds: from its start to its results.
+    """
+
+    time: float
+    num_sequences: int
+    total_tokens: int
+    computed_tokens: int
+    padded_tokens: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """Counts of an engine's texts since it was made; see AsyncStats."""
+
+    num_done: int = 0
+    num_failed: int = 0
+    num_dropped: int = 0
+    num_refused: int = 0
+    total_tokens: int = 0
+    computed_tokens: int = 0
+    padded_tokens: int = 0
+    num_steps: int = 0
 
 
 @dataclass(slots=True)

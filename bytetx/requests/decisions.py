@@ -261,7 +261,8 @@ class DecisionPrompts:
 
     def groups(self, questions: Sequence[Question]) -> Iterator[list[Question]]:
         """The questions of each prompt: all of them where the template reads them together."""
-        for group in [list(questions)] if self._reads_all else [[question] for question in questions]:
+        one_each = [[question] for question in questions]
+        for group in [list(questions)] if self._reads_all else one_each:
             for count in range(max(question.num_orders for question in group)):
                 yield [question.rotated(count % question.num_orders) for question in group]
 

@@ -21,7 +21,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from bytetx.encode.engine import StepStats
+from bytetx.encode.request import StepStats
 from bytetx.serve.calls import Timings
 from bytetx.serve.engine import ServedModel
 from bytetx.serve.records import Finished

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bytetx.encode.engine import EncodeEngine, StepStats
+from bytetx.encode.engine import EncodeEngine
+from bytetx.encode.request import StepStats
 
 _COUNTS: tuple[str, ...] = ("num_done", "num_failed", "num_dropped", "num_refused", "total_tokens")
 _COUNTS += (
