@@ -187,6 +187,7 @@ _TOOLS = {
 
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
+_PIECE_NUMBERS = 1 << 20  # that are decoded at a time
 
 
 def _scaled(module: _Module) -> StoredTensor:
@@ -267,16 +268,31 @@ def _gptq(module: _Module) -> StoredTensor:
     added = 1 if module.quantization.adds_one else 0
 
     def decode(wanted: range) -> torch.Tensor:
-        values = _unpacked(codes.read_raw(), bits).transpose(1, 2).reshape(k, n)
+        packed, scales = codes.read_raw(), scale.read_raw().float()
         zeros = _unpacked(module["qzeros"].read_raw(), bits).view(groups, -1)[:, :n] + added
         group = torch.arange(k) // size if index is None else index.read_raw().long()
         if not 0 <= int(group.min()) <= int(group.max()) < groups:
             raise module.wrong("g_idx", f"groups from 0 to {groups - 1}")
-        scales = scale.read_raw().float()
-        found = (values - zeros[group]).float().mul_(scales[group])
-        return found.t()[wanted.start : wanted.stop]
+
+        def some(outputs: slice) -> torch.Tensor:
+            values = _unpacked(packed[:, outputs], bits).transpose(1, 2).reshape(k, -1)
+            values -= zeros[:, outputs][group]
+            return values.float().mul_(scales[:, outputs][group]).t()
+
+        return _in_pieces(wanted, k, some)
 
     return module.stored(f"GPTQ {bits}-bit", (n, k), decode, is_whole=True)
+
+
+def _in_pieces(wanted: range, k: int, some: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+    """Rows f32 [len(wanted), k] of some outputs at a time: codes as integers take several times the
+    bytes of the weight.  Pieces begin at multiples of 8, wanted at 0."""
+    found = torch.empty(len(wanted), k)
+    each = max(8, _PIECE_NUMBERS // k // 8 * 8)
+    for start in range(0, len(wanted), each):
+        outputs = slice(start, min(start + each, len(wanted)))
+        found[outputs] = some(outputs)
+    return found
 
 
 def _group_size(module: _Module, k: int, groups: int) -> int:
@@ -301,11 +317,17 @@ def _awq(module: _Module) -> StoredTensor:
     order = list(_AWQ_ORDER[bits])
 
     def decode(wanted: range) -> torch.Tensor:
-        values = _unpacked(codes.read_raw(), bits)[:, :, order].reshape(k, n)
+        packed, scales = codes.read_raw(), scale.read_raw().float()
         zeros = _unpacked(module["qzeros"].read_raw(), bits)[:, :, order].reshape(groups, n)
         group = torch.arange(k) // size
-        found = (values - zeros[group]).float().mul_(scale.read_raw().float()[group])
-        return found.t()[wanted.start : wanted.stop]
+
+        def some(outputs: slice) -> torch.Tensor:
+            columns = slice(outputs.start // each, -(-outputs.stop // each))
+            values = _unpacked(packed[:, columns], bits)[:, :, order].reshape(k, -1)
+            values -= zeros[:, outputs][group]
+            return values.float().mul_(scales[:, outputs][group]).t()
+
+        return _in_pieces(wanted, k, some)
 
     return module.stored(f"AWQ {bits}-bit", (n, k), decode, is_whole=True)
 
@@ -454,6 +476,10 @@ def _bnb_4bit(module: _Module) -> StoredTensor:
     dtypes = ("U8",) if nested is not None else _FLOATS
     scale = module.check("weight.absmax", dtypes, (blocks,))
     table = module.check("weight.quant_map", _FLOATS, (16,))
+    if nested is not None:
+        groups = -(-blocks // int(state["nested_blocksize"]))
+        module.check("weight.nested_absmax", _FLOATS, (groups,))
+        module.check("weight.nested_quant_map", _FLOATS, (256,))
 
     def scales() -> torch.Tensor:
         if nested is None:
@@ -464,11 +490,16 @@ def _bnb_4bit(module: _Module) -> StoredTensor:
         return values.mul_(outer).add_(float(state["nested_offset"]))
 
     def decode(wanted: range) -> torch.Tensor:
-        packed = codes.read_raw().view(-1)
-        both = torch.stack([packed >> 4, packed & 15], dim=-1).view(-1)[:count]
-        values = table.read_raw().float()[both.long()]
-        values *= scales().repeat_interleave(block)[:count]
-        return values.view(shape)[wanted.start : wanted.stop]
+        packed, factors = codes.read_raw().view(-1), scales()
+        values = table.read_raw().float()
+        found = torch.empty(blocks * block)
+        each = max(1, _PIECE_NUMBERS // block) * block
+        for start in range(0, count, each):
+            some = packed[start // 2 : (start + each) // 2]
+            both = torch.stack([some >> 4, some & 15], dim=-1).view(-1)
+            found[start : start + len(both)] = values[both.long()]
+        found.view(blocks, block).mul_(factors[:, None])
+        return found[:count].view(shape)[wanted.start : wanted.stop]
 
     return module.stored(f"bitsandbytes {state['quant_type']}", shape, decode, is_whole=True)
 
@@ -485,6 +516,7 @@ def _state(module: _Module, ending: str) -> dict[str, Any]:
             all(type(size) is int and size > 0 for size in shape)
             and type(state["blocksize"]) is int
             and state["blocksize"] > 0
+            and state["blocksize"] % 2 == 0
             and isinstance(state["quant_type"], str)
         )
         if module.get("weight.nested_absmax") is not None:

@@ -14,6 +14,7 @@ from tiny import load, one_thread, save
 from tiny_decoders import tiny_decoder
 
 import bytetx
+from bytetx.checkpoint import quantized_tensors
 from bytetx.checkpoint.saved_tensor import DecodedTensor, Part
 from bytetx.errors import CheckpointError
 from bytetx.hf import FallbackWarning
@@ -515,3 +516,15 @@ def test_a_wrapped_model_with_quantised_weights_runs_its_own_forward() -> None:
     why = r"quantised \(GPTQ\).*bytetx.load\(path\) reads"
     with pytest.warns(FallbackWarning, match=why), torch.no_grad():
         wrapped(torch.tensor([[5, 6]]))
+
+
+@pytest.mark.parametrize("case", ["gptq by activations", "awq 8 bits", "bitsandbytes fp4, nested"])
+def test_a_weight_is_decoded_a_piece_at_a_time(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers, whatever the pieces; integers of all codes would take several weights."""
+    monkeypatch.setattr(quantized_tensors, "_PIECE_NUMBERS", 1000)
+    folder, wanted, _ = save_quantised(tmp_path, case)
+    weights = load(folder).weights.cast(torch.float32)
+    for name, numbers in wanted.items():
+        assert torch.equal(weights[name], numbers), name

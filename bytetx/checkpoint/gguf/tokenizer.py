@@ -123,9 +123,9 @@ def read_tokenizer(file: GgufFile, *, max_positions: int) -> GgufTokenizer | Non
         frame = vocabulary.frame(kind)
         if frame is not None:
             backend.post_processor = frame
-    except CheckpointError:
+    except (CheckpointError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # what tokenizers raises has no class of its own
+    except BaseException as error:  # also panics of the library's Rust code
         raise CheckpointError(
             f"{file.path}: its vocabulary is none of a {kind!r} tokenizer: {error}"
         ) from error
