@@ -177,6 +177,11 @@ class SharedPrefixes:
         tree = self.batch.tree
         return self.batch.total_tokens if tree is None else tree.total_keys
 
+    def only(self, tokens: torch.Tensor) -> "SharedPrefixes":
+        """The same, of which a pass gives the hidden states of some of the tokens alone: those of
+        all are many times what it computes.  tokens: int64, on the device."""
+        return replace(self, rows=self.rows[tokens])
+
     def are_kept_finite(self) -> tuple[torch.Tensor, ...]:
         """bool [] each, on the device: whether what a pass kept is finite."""
         return tuple(one.is_finite() for one in self.kept)

@@ -16,7 +16,7 @@ import torch
 from bytetx.encode.request import Requests
 from bytetx.errors import NotFiniteError
 from bytetx.nn.transformer import Transformer
-from bytetx.packed import PackedBatch, SharedPrefixes
+from bytetx.packed import PackedBatch, SharedPrefixes, prefix_sums, upload
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -112,6 +112,26 @@ class HeadTask(Task[R_co], Protocol[R_co]):
     def shares_pass(self) -> bool:
         """False where compute is more than `reduce` of these hidden states."""
         ...
+
+
+def last_tokens(step: Step) -> Step:
+    """A step with shared prefixes as one of the last tokens of its texts alone.
+
+    Pooling the last token of each text is the same in both.
+    """
+    batch, seqlens = step.batch, step.requests.seqlens
+    assert batch.shared is not None
+    ends = torch.from_numpy(step.requests.cu_seqlens[1:][seqlens > 0] - 1)
+    ones = np.minimum(seqlens, 1)
+    short = replace(
+        batch,
+        cu_seqlens=upload(torch.from_numpy(prefix_sums(ones)), batch.device),
+        seqlens=torch.from_numpy(ones),
+        max_seqlen=1,
+        on_host=None,
+        shared=batch.shared.only(upload(ends, batch.device)),
+    )
+    return Step(step.requests, short, step.prompt_tokens)
 
 
 def is_head(task: Task[R_co]) -> TypeGuard[HeadTask[R_co]]:

@@ -9,7 +9,7 @@ import torch
 
 from bytetx.arguments import check_top_k
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.encode.step import Capture, Step, Task, are_finite
+from bytetx.encode.step import Capture, Step, Task, are_finite, last_tokens
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import largest
@@ -96,6 +96,8 @@ class ClassifyTask:
         return Capture(("logits", id(self.head)), rows="sequences")
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        if step.shared is not None and self.head.pooling == "last":
+            step = last_tokens(step)
         return self.reduce(transformer.forward(step.batch), step)
 
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
@@ -163,6 +165,8 @@ class ScoreTask:
         return Capture(("score", id(self.head), id(self.activation)), rows="sequences")
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        if step.shared is not None and self.head.pooling == "last":
+            step = last_tokens(step)
         return self.reduce(transformer.forward(step.batch), step)
 
     @torch.inference_mode()

@@ -5,7 +5,7 @@ logit of its label's token, a decision head by its own rows.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -164,15 +164,22 @@ class DecideTask:
         """None: only the host knows which rows are read."""
         return None
 
+    @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        return self.reduce(transformer.forward(step.batch), step)
+        batch = step.batch
+        if batch.shared is None:
+            return self.reduce(transformer.forward(batch), step)
+        shared = batch.shared.only(_rows_before_marks(step))
+        return self._scores(transformer.forward(replace(batch, shared=shared)))
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """(f32 [number of questions, number of scores], `largest` of each), in the order of the
         step's prompts, from the last hidden states."""
-        rows = upload(torch.from_numpy(_rows_before_marks(step)), hidden_states.device)
-        scores = self.scorer.scores(hidden_states[rows])
+        return self._scores(hidden_states[_rows_before_marks(step)])
+
+    def _scores(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = self.scorer.scores(rows)
         return scores, largest(scores)
 
     def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
@@ -211,15 +218,15 @@ def _asked(step: Step) -> Sequence[PromptQuestions]:
     return asked
 
 
-def _rows_before_marks(step: Step) -> np.ndarray:
-    """int64: the packed row before the mark of each question."""
+def _rows_before_marks(step: Step) -> torch.Tensor:
+    """int64, on the device: the packed row before the mark of each question."""
     starts = step.requests.cu_seqlens[:-1].tolist()
     rows = [
         start + mark - 1
         for start, asked in zip(starts, _asked(step), strict=True)
         for mark in asked.marks[: len(asked.questions)]
     ]
-    return np.array(rows, dtype=np.int64)
+    return upload(torch.tensor(rows, dtype=torch.int64), step.batch.device)
 
 
 def merged_answers(prompts: Sequence[Sequence[Probabilities]]) -> Decision:

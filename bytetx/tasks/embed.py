@@ -13,7 +13,7 @@ import torch
 
 from bytetx.arguments import check_dimensions, chosen_modes
 from bytetx.encode.request import RunStats
-from bytetx.encode.step import Capture, Step, Task, are_finite
+from bytetx.encode.step import Capture, Step, Task, are_finite, last_tokens
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize
 from bytetx.nn.transformer import Transformer
@@ -66,6 +66,9 @@ class EmbedTask:
         return Capture(("embed", modules, *options, precision), rows="sequences")
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        reads_last = self.pooling == ("lasttoken",) and not self.skips_prompt
+        if reads_last and step.shared is not None:
+            step = last_tokens(step)
         return self.reduce(transformer.forward(step.batch), step)
 
     @torch.inference_mode()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_iterable, check_text, check_top_k, text_fault
-from bytetx.encode.step import Capture, Step, are_finite
+from bytetx.encode.step import Capture, Step, are_finite, last_tokens
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.heads import LmHead
 from bytetx.nn.sentence_modules import activation_by_name
@@ -54,6 +54,8 @@ class YesNoTask:
         return Capture(key, rows="sequences")
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        if step.shared is not None:
+            step = last_tokens(step)
         return self.reduce(transformer.forward(step.batch), step)
 
     @torch.inference_mode()

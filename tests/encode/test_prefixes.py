@@ -4,7 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from checkpoints import save_causal, save_checkpoint
+from decisions import save_decider
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import one_thread  # noqa: F401  (autouse)
@@ -15,6 +18,7 @@ from bytetx.encode.prefixes import MIN_PREFIX_TOKENS, prefix_order, share_prefix
 from bytetx.encode.request import Requests
 from bytetx.encode.request_queue import OpenCall, RequestQueue
 from bytetx.model import Model
+from bytetx.nn.transformer import Transformer
 from bytetx.sequence_tree import MAX_ANCESTORS
 
 
@@ -164,6 +168,81 @@ def test_a_pass_computes_fewer_rows(
     monkeypatch.setattr(layers, "run", counted)
     model.score(shared_texts)
     assert sum(rows) < 0.75 * sum(map(len, shared_texts))
+
+
+class Reads:
+    """Counts the rows of hidden states that the passes of a model give."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.rows: list[int] = []
+        forward = Transformer._forward_shared
+
+        def counted(*args, **options):  # type: ignore[no-untyped-def]
+            found = forward(*args, **options)
+            self.rows.append(len(found))
+            return found
+
+        monkeypatch.setattr(Transformer, "_forward_shared", counted)
+
+
+def test_the_hidden_states_of_last_tokens_alone_where_no_others_are_read(
+    tmp_path: Path, shared_texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Reads(monkeypatch)
+    model = bytetx.load(save_causal(tmp_path), device="cpu", prefix_cache_bytes=0)
+    vectors = np.asarray(model.embed(shared_texts, pooling="lasttoken", normalize=True))
+    assert reads.rows == [len(shared_texts)]
+    alone = [model.embed([text], pooling="lasttoken", normalize=True) for text in shared_texts]
+    assert np.array_equal(vectors, np.concatenate([np.asarray(one) for one in alone]))
+    both = np.asarray(model.embed(shared_texts, pooling=("lasttoken", "mean")))
+    assert reads.rows[1:] == [sum(map(len, shared_texts))]
+    size = both.shape[1] // 2
+    last = np.asarray(model.embed(shared_texts, pooling="lasttoken"))
+    assert np.array_equal(both[:, :size], last)
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_the_last_tokens_of_a_causal_classifier(
+    num_labels: int, tmp_path: Path, shared_texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_causal(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.num_labels, config.pad_token_id = num_labels, 0
+    torch.manual_seed(5)
+    classifier = transformers.AutoModelForSequenceClassification.from_config(config)
+    classifier.save_pretrained(tmp_path)
+    reads = Reads(monkeypatch)
+    model = bytetx.load(tmp_path, device="cpu", prefix_cache_bytes=0)
+    found = model.classify(shared_texts)
+    assert reads.rows == [len(shared_texts)]
+    assert list(found) == [model.classify([text])[0] for text in shared_texts]
+
+
+def test_the_rows_of_questions_and_of_answers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Reads(monkeypatch)
+    model = bytetx.load(save_decider(tmp_path, "llama"), device="cpu", prefix_cache_bytes=0)
+    questions = {f"q{n}": {"type": "noul", "instructions": f"{n} foxes?"} for n in range(9)}
+    request = {"state": "the quick brown fox " * 30, "questions": questions}
+    answers = model.decide([request])[0]
+    assert reads.rows == [9]
+    for name, question in questions.items():
+        alone = model.decide([{**request, "questions": {name: question}}])[0]
+        assert alone[name] == answers[name]
+
+
+def test_rerankers_read_the_last_token_of_each_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_decider(tmp_path, "qwen3", labels=("yes", "no"))
+    reads = Reads(monkeypatch)
+    model = bytetx.load(folder, device="cpu", prefix_cache_bytes=0)
+    documents = ["the dog", "a quick fox jumps", "lazy"]
+    hits = model.rerank("who runs?", documents)
+    assert reads.rows == [3]
+    for hit in hits:
+        assert model.rerank("who runs?", [hit.document])[0].score == hit.score
 
 
 def test_bidirectional_models_share_nothing(tmp_path: Path, shared_texts: list[list[int]]) -> None:
