@@ -15,10 +15,24 @@
 #include "cpu/isa.h"
 #include "cpu/maxsim_tiles.h"
 #include "cpu/step_block.h"
+#include "cpu_step_ops.h"
 #include "int8_ops.h"
+#include "panel_ops.h"
 #endif
 
 namespace bytetx {
+
+#ifndef BYTETX_CUDA
+
+template <>
+struct FromPython<const CpuStepLayers*> {
+    static const CpuStepLayers* convert(py::handle value) {
+        return value.cast<const CpuStepLayers*>();
+    }
+};
+
+#endif
+
 namespace {
 
 void bind_common(py::module_& m) {
@@ -110,7 +124,20 @@ int64_t paged_attention_bytes(Address cu_seqlens, Address kv_seqlens, int64_t ba
     return paged_attention_workspace_bytes(p, num_threads);
 }
 
+CpuStepLayers make_step_layers(const py::list& layers) {
+    std::vector<CpuStepLayer> made;
+    for (const py::handle layer : layers) made.push_back(FromPython<CpuStepLayer>::convert(layer));
+    return CpuStepLayers(std::move(made));
+}
+
 void bind_cpu(py::module_& m) {
+    py::class_<CpuStepLayers>(m, "CpuStepLayers").def(py::init(&make_step_layers));
+    bind<&cpu_decode_step_workspace_bytes>(
+        m, "cpu_decode_step_workspace_bytes",
+        {"layers", "cu_seqlens", "kv_seqlens", "batch_size", "hidden_size", "inner_size",
+         "num_heads", "num_kv_heads", "head_dim", "gate_block", "dtype", "batch_invariant",
+         "num_threads"});
+    bind<&cpu_decode_step>(m, "cpu_decode_step");
     m.def("isa", [] { return cpu::isa_name(cpu::machine_isa()); });
     m.def("isa_set", [] { return static_cast<int>(cpu::machine_isa()); });
     bind<&varlen_attention_workspace_bytes>(m, "varlen_attention_workspace_bytes",
@@ -132,6 +159,10 @@ void bind_cpu(py::module_& m) {
     m.def("bf16_linear_isa", &bf16_linear_isa);
     bind<&bf16_linear_workspace_bytes>(m, "bf16_linear_workspace_bytes", {"k", "num_threads"});
     bind<&bf16_linear>(m, "bf16_linear");
+    m.def("panel_linear_isa", &panel_linear_isa);
+    bind<&panel_linear_workspace_bytes>(m, "panel_linear_workspace_bytes", {"m", "k"});
+    bind<&panel_linear>(m, "panel_linear");
+    bind<&gate_blocks>(m, "gate_blocks");
     bind_wordpiece(m);
     m.attr("why_no_cuda") = why_no_cuda();
 }

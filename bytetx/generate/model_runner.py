@@ -11,6 +11,7 @@ from bytetx.generate.cuda_steps import CudaSteps
 from bytetx.generate.input_batch_builder import InputBatchBuilder
 from bytetx.generate.sampler import LastTokens, Sampler, SamplerOutput, SamplingMetadata
 from bytetx.generate.scheduler import ScheduledRow, SchedulerOutput
+from bytetx.nn.cpu_steps import MAX_SEQUENCES, CpuSteps
 from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead, LogitRows
 from bytetx.nn.kv_cache import KvCache
@@ -68,6 +69,7 @@ class ModelRunner:
         self._upload = Uploader(self.device).upload
         self._stream: torch.cuda.Stream | None = None
         self._steps: CudaSteps | None = None
+        self._cpu_steps = CpuSteps.of(transformer, cache)
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
             self.wait_for_current_stream()
@@ -161,7 +163,11 @@ class ModelRunner:
     def _logits(self, input_batch: InputBatch, rows: Sequence[ScheduledRow]) -> LogitRows:
         """The logits that the plan needs, one row each."""
         batch, logits_rows = self._packed_batch(input_batch, rows)
-        hidden_states = self._transformer.forward(batch, cache=self.cache)
+        is_decode = input_batch.is_decode and batch.total_tokens <= MAX_SEQUENCES
+        if is_decode and self._cpu_steps is not None:
+            hidden_states = self._cpu_steps.forward(batch)
+        else:
+            hidden_states = self._transformer.forward(batch, cache=self.cache)
         if len(logits_rows) < batch.total_tokens:
             hidden_states = hidden_states[logits_rows]
         return LogitRows(self._head, hidden_states)

@@ -17,6 +17,7 @@ from bytetx.ops.linear import (
     run_kernel,
 )
 from bytetx.ops.linear_plan import LinearPlan, plan_gated, plan_invariant
+from bytetx.ops.panel_linear import gate_blocks, why_no_panels
 from bytetx.ops.registry import Operation
 from bytetx.ops.weight import Weight
 
@@ -186,6 +187,18 @@ def _run_triton(both: Tensor, w: GatedWeight, activation: str) -> Tensor:
         both, w.n, block=w.block, activation=activation
     )
     return gated
+
+
+@GATE_ROWS.register(
+    "native",
+    "cpu",
+    why_missing=lambda device: why_no_panels(),
+    takes=lambda device, dtype, fits: (
+        device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    ),
+)
+def _run_blocks(both: Tensor, w: GatedWeight, activation: str) -> Tensor:
+    return gate_blocks(both, n=w.n, block=w.block, activation=ACTIVATIONS.index(activation))
 
 
 @GATE_ROWS.in_torch()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.native_modules import load_native
-from bytetx.ops.native_params import Launch
+from bytetx.ops.native_params import CpuStepLayer, Launch
 
 logger = logging.getLogger("bytetx")
 
@@ -159,6 +159,11 @@ def decode_step_workspace_bytes(
         has_bias=has_bias,
     )
     return int(num_bytes)
+
+
+def cpu_step_layers(layers: Sequence[CpuStepLayer]) -> Any:
+    """The layers as the kernel `cpu_decode_step` takes them, made once."""
+    return _modules["cpu"].CpuStepLayers(list(layers))  # type: ignore[union-attr]
 
 
 def fp8_linear_tilings() -> list[tuple[str, int, int, bool]]:

@@ -68,6 +68,46 @@ class PagedPlanParams(NamedTuple):
     batch_invariant: bool = False
 
 
+class PanelMatrix(NamedTuple):
+    weight: Pointer
+    bias: Pointer
+    n: int
+    k: int
+    features: int
+    columns: int
+    chain: int
+    has_bf16_dot: bool
+
+
+class StepNorm(NamedTuple):
+    weight: Pointer = None
+    bias: Pointer = None
+    eps: float = 0.0
+    is_rms: bool = False
+
+
+class CpuStepLayer(NamedTuple):
+    qkv: PanelMatrix
+    attn_out: PanelMatrix
+    ffn_in: PanelMatrix
+    ffn_out: PanelMatrix
+    attn_norm: StepNorm
+    attn_out_norm: StepNorm
+    ffn_norm: StepNorm
+    ffn_out_norm: StepNorm
+    q_norm: Pointer
+    k_norm: Pointer
+    k_cache: Pointer
+    v_cache: Pointer
+    cos: Pointer
+    sin: Pointer
+    num_positions: int
+    num_pairs: int
+    is_interleaved: bool
+    window: int
+    softmax_scale: float
+
+
 class PaddedMatrix(NamedTuple):
     data: Pointer = None
     row_stride: int = 0

@@ -13,7 +13,7 @@
 #pragma once
 
 #include "cpu/bf16_linear.h"
-#include "cpu/simd_math.h"
+#include "cpu/panel_tile.h"
 
 namespace bytetx::cpu::BYTETX_SIMD {
 
@@ -26,24 +26,6 @@ constexpr int kVectors = static_cast<int>(kBf16Columns) / Vec::kWidth;  // vecto
 constexpr int kTileVectors = 2;
 constexpr int kNarrowRows = kTileRows * kTileVectors / kVectors;  // rows of a panel-wide tile
 
-#if defined(__AVX512F__)
-using PairVec = __m512i;
-inline PairVec load_pairs(const uint32_t* p) { return _mm512_loadu_si512(p); }
-inline Vec even_of(PairVec w) { return {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))}; }
-inline Vec odd_of(PairVec w) {
-    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-    return {_mm512_castsi512_ps(_mm512_and_si512(w, high))};
-}
-#else
-using PairVec = __m256i;
-inline PairVec load_pairs(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline Vec even_of(PairVec w) { return {_mm256_castsi256_ps(_mm256_slli_epi32(w, 16))}; }
-inline Vec odd_of(PairVec w) {
-    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-    return {_mm256_castsi256_ps(_mm256_and_si256(w, high))};
-}
-#endif
-
 // A row in f32; the last feature's partner is zero.
 inline void widen_row(const Bf16* x, int64_t k, float* row) {
     for (int64_t i = 0; i < k; i += Vec::kWidth)
@@ -51,55 +33,14 @@ inline void widen_row(const Bf16* x, int64_t k, float* row) {
     if (k % 2 == 1) row[k] = 0.0f;
 }
 
-template <int kRows, int kNumVectors>
-inline void multiply_features(Vec (&sums)[kRows][kNumVectors], const Vec (&weight)[kNumVectors],
-                              const float* rows, int64_t stride) {
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-        const Vec feature = broadcast(rows[r * stride]);
-#pragma GCC unroll 4
-        for (int v = 0; v < kNumVectors; ++v) {
-            sums[r][v] = multiply_add(weight[v], feature, sums[r][v]);
-        }
-    }
-}
-
-template <int kRows, int kNumVectors>
-inline void multiply_pair(Vec (&sums)[kRows][kNumVectors], const PairVec (&weight)[kNumVectors],
-                          const float* rows, int64_t stride, int64_t pair) {
-    Vec half[kNumVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kNumVectors; ++v) half[v] = even_of(weight[v]);
-    multiply_features<kRows, kNumVectors>(sums, half, rows + 2 * pair, stride);
-#pragma GCC unroll 4
-    for (int v = 0; v < kNumVectors; ++v) half[v] = odd_of(weight[v]);
-    multiply_features<kRows, kNumVectors>(sums, half, rows + 2 * pair + 1, stride);
-}
-
 // kRows rows and kNumVectors vectors of outputs from `column` on. weight: that of its first pair.
 template <int kRows, int kNumVectors>
 inline void multiply_tile(const Bf16LinearParams& p, const float* rows, int64_t row,
                           const uint32_t* weight, int64_t column) {
-    Vec sums[kRows][kNumVectors];
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kNumVectors; ++v) sums[r][v] = broadcast(0.0f);
-    }
-    const int64_t stride = row_words(p.k), num_pairs = feature_pairs(p.k);
-#pragma GCC unroll 1
-    for (int64_t pair = 0; pair < num_pairs; ++pair, weight += kBf16Columns) {
-        PairVec words[kNumVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kNumVectors; ++v) words[v] = load_pairs(weight + v * Vec::kWidth);
-        multiply_pair<kRows, kNumVectors>(sums, words, rows, stride, pair);
-    }
     alignas(64) float results[kRows][kNumVectors * Vec::kWidth];
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kNumVectors; ++v) store(results[r] + v * Vec::kWidth, sums[r][v]);
-    }
+    sum_tile<Bf16Words, kRows, kNumVectors>(rows, row_words(p.k), weight, kBf16Columns,
+                                            feature_pairs(p.k), 0, true, results[0],
+                                            kNumVectors * Vec::kWidth);
     const auto* biases = static_cast<const Bf16*>(p.bias);
     for (int v = 0; v < kNumVectors; ++v) {
         const int64_t begin = column + v * Vec::kWidth, room = p.n - begin;

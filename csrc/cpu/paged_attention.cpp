@@ -10,30 +10,17 @@
 //             runs ended, int32 [batch_size, num_kv_heads] | partial results [sequence, run, head]
 //             | scratch of thread 0, 1, ...
 // The kernels are in attention_kernel.h and attention_decode.h.
-#include <algorithm>
-#include <atomic>
+#include "cpu/paged.h"
+
 #include <bit>
 #include <stdexcept>
 #include <string>
 
-#include "cache_ops.h"
-#include "cpu/attention.h"
-#include "cpu/attention_work.h"
 #include "cpu/isa.h"
 
 namespace bytetx {
+namespace cpu {
 namespace {
-
-using cpu::aligned;
-using cpu::AttentionInput;
-using cpu::AttentionKernels;
-using cpu::kDecodeKeys;
-using cpu::SequenceWork;
-using cpu::TileWork;
-using cpu::WorkQueue;
-
-// One key costs a decode item its reading: as much as this many multiply-adds a feature.
-constexpr int64_t kReadCost = 16;
 
 AttentionInput input_of(const PagedAttentionParams& p) {
     AttentionInput in{};
@@ -60,76 +47,6 @@ AttentionInput input_of(const PagedAttentionParams& p) {
     return in;
 }
 
-// The first key that a row of this step sees.
-int32_t first_key(const AttentionInput& in, int64_t sequence) {
-    const int32_t first_query = in.num_keys(sequence) - in.num_queries(sequence);
-    return in.window > 0 ? std::max(0, first_query - in.window + 1) : 0;
-}
-
-// Items of decode rows and of others.
-struct PagedWork {
-    const AttentionInput& in;
-    TileWork tiles;
-    bool has_decode = true;
-    int32_t kv_heads = 1;  // KV heads of one decode item
-
-    bool is_decode(int64_t sequence) const { return has_decode && in.num_queries(sequence) == 1; }
-    int32_t first_run(int64_t sequence) const { return first_key(in, sequence) / kDecodeKeys; }
-    int32_t num_runs(int64_t sequence) const {
-        return (in.num_keys(sequence) - 1) / kDecodeKeys + 1 - first_run(sequence);
-    }
-    int64_t head_items() const { return (in.num_kv_heads + kv_heads - 1) / kv_heads; }
-    int64_t num_items(int64_t sequence) const {
-        return is_decode(sequence) ? head_items() * num_runs(sequence)
-                                   : tiles.num_items(in.num_queries(sequence));
-    }
-    SequenceWork operator()(int64_t sequence) const {
-        if (!is_decode(sequence)) return tiles(sequence);
-        const int64_t num_keys = in.num_keys(sequence) - first_key(in, sequence);
-        const int64_t keys_an_item = (num_keys - 1) / num_runs(sequence) + 1;
-        return {num_items(sequence),
-                keys_an_item * kv_heads * in.head_dim * kReadCost + cpu::kItemCost};
-    }
-    // As large items as still keep the threads busy: rows of k and v hold all heads.
-    void cut(int64_t batch_size, int num_threads) {
-        const auto count = [&] {
-            int64_t num_items = 0;
-            for (int64_t i = 0; i < batch_size; ++i) num_items += this->num_items(i);
-            return num_items;
-        };
-        kv_heads = std::min(in.num_kv_heads, cpu::kGroupQueries / (in.num_heads / in.num_kv_heads));
-        while (num_threads > 1 && kv_heads > 1 && count() < 4 * num_threads) {
-            kv_heads = (kv_heads + 1) / 2;
-        }
-        tiles.cut(count(), num_threads);
-    }
-    // Words of all heads in all runs, where there are partial results.
-    int64_t partial_words(int64_t sequence) const {
-        if (!is_decode(sequence) || num_runs(sequence) <= 1) return 0;
-        return int64_t{in.num_heads} * num_runs(sequence) * cpu::decode_partial_words(in.head_dim);
-    }
-};
-
-// Where the parts of the workspace begin, in bytes.
-struct Layout {
-    int64_t first_partials;
-    int64_t ended;
-    int64_t partials;
-    int64_t scratch;
-    int64_t end;
-
-    Layout(const PagedWork& work, int64_t batch_size, int num_threads) {
-        int64_t partial_words = 0;
-        for (int64_t i = 0; i < batch_size; ++i) partial_words += work.partial_words(i);
-        const int64_t num_counters = batch_size * work.in.num_kv_heads;
-        first_partials = WorkQueue<PagedWork>::workspace_bytes(batch_size);
-        ended = first_partials + aligned(batch_size * int64_t{sizeof(int64_t)});
-        partials = ended + aligned(num_counters * int64_t{sizeof(int32_t)});
-        scratch = partials + aligned(partial_words * int64_t{sizeof(float)});
-        end = scratch + std::max(num_threads, 1) * cpu::scratch_bytes(work.in.head_dim);
-    }
-};
-
 [[noreturn]] void refuse(const std::string& what) {
     throw std::invalid_argument("paged_attention: " + what);
 }
@@ -144,7 +61,7 @@ void check_sizes(const PagedAttentionParams& p) {
     require(p.num_heads > 0, "num_heads must be positive", p.num_heads);
     require(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
             "num_kv_heads must divide num_heads", p.num_kv_heads);
-    require(p.num_heads / p.num_kv_heads <= cpu::kGroupQueries,
+    require(p.num_heads / p.num_kv_heads <= kGroupQueries,
             "num_heads / num_kv_heads must be at most 256", p.num_heads / p.num_kv_heads);
     require(p.page_size >= 2 && std::has_single_bit(static_cast<uint32_t>(p.page_size)),
             "page_size must be a power of two, 2 or more", p.page_size);
@@ -180,83 +97,110 @@ void check_sequences(const PagedAttentionParams& p, const AttentionInput& in) {
     }
 }
 
-// A decode item, and the merge where it is the last of its head to end.
-class Decoder {
-  public:
-    Decoder(const PagedWork& work, const AttentionKernels& kernels, char* workspace,
-            const Layout& layout, int64_t batch_size)
-        : work_(work),
-          in_(work.in),
-          kernels_(kernels),
-          first_partials_(reinterpret_cast<int64_t*>(workspace + layout.first_partials)),
-          ended_(reinterpret_cast<int32_t*>(workspace + layout.ended)),
-          partials_(reinterpret_cast<float*>(workspace + layout.partials)) {
-        std::fill_n(ended_, batch_size * in_.num_kv_heads, 0);
-        int64_t words = 0;
-        for (int64_t i = 0; i < batch_size; ++i) {
-            first_partials_[i] = words;
-            words += work.partial_words(i);
-        }
-    }
-
-    // Heads of one run follow each other: their rows of k and v lie side by side.
-    void run(int32_t sequence, int64_t index, float* scratch) const {
-        const auto first_head = static_cast<int32_t>(index % work_.head_items()) * work_.kv_heads;
-        const int32_t num_heads = std::min(work_.kv_heads, in_.num_kv_heads - first_head);
-        const auto run = static_cast<int32_t>(index / work_.head_items());
-        const int32_t begin = (work_.first_run(sequence) + run) * kDecodeKeys;
-        const int32_t first = std::max(begin, first_key(in_, sequence));
-        const int32_t end = std::min(begin + kDecodeKeys, in_.num_keys(sequence));
-        const int32_t num_runs = work_.num_runs(sequence);
-        cpu::DecodeItem item{sequence, first_head, num_heads, first, end - first, nullptr};
-        if (num_runs == 1) return kernels_.decode(in_, item, scratch);
-        float* partials = partials_ + first_partials_[sequence];
-        item.partials = partials + run * in_.num_heads * cpu::decode_partial_words(in_.head_dim);
-        kernels_.decode(in_, item, scratch);
-        // Acquires what the other runs' threads released here.
-        std::atomic_ref<int32_t> ended(ended_[int64_t{sequence} * in_.num_kv_heads + first_head]);
-        if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < num_runs) return;
-        const int32_t group = in_.num_heads / in_.num_kv_heads;
-        kernels_.merge(in_, sequence, first_head * group, num_heads * group, partials, num_runs,
-                       scratch);
-    }
-
-  private:
-    const PagedWork& work_;
-    const AttentionInput& in_;
-    const AttentionKernels& kernels_;
-    int64_t* first_partials_;
-    int32_t* ended_;
-    float* partials_;
-};
+const PagedAttentionParams& checked(const PagedAttentionParams& p) {
+    check_sizes(p);
+    check_sequences(p, input_of(p));
+    return p;
+}
 
 }  // namespace
 
-int64_t paged_attention_workspace_bytes(const PagedAttentionParams& p, int num_threads) {
+int64_t PagedAttention::workspace_bytes(const PagedAttentionParams& p, int num_threads) {
     const AttentionInput in = input_of(p);
-    return Layout({in, {in}, !p.batch_invariant}, p.batch_size, num_threads).end;
+    return PagedLayout({in, {in}, !p.batch_invariant}, p.batch_size, num_threads).end;
+}
+
+PagedAttention::PagedAttention(const PagedAttentionParams& p, const Launch& launch)
+    : in_(input_of(checked(p))),
+      kernels_(choose_attention(resolve_isa(launch.isa), p.dtype)),
+      work_([&] {
+          PagedWork work{in_, {in_}, !p.batch_invariant};
+          const int64_t end = PagedLayout(work, p.batch_size, launch.num_threads).end;
+          require(p.workspace_bytes >= end,
+                  ("workspace must have " + std::to_string(end) + " bytes").c_str(),
+                  p.workspace_bytes);
+          work.cut(p.batch_size, launch.num_threads);
+          return work;
+      }()),
+      layout_(work_, p.batch_size, launch.num_threads),
+      queue_(p.batch_size, p.workspace, work_),
+      batch_size_(p.batch_size),
+      workspace_(static_cast<char*>(p.workspace)),
+      first_partials_(reinterpret_cast<int64_t*>(workspace_ + layout_.first_partials)),
+      ended_(reinterpret_cast<int32_t*>(workspace_ + layout_.ended)),
+      partials_(reinterpret_cast<float*>(workspace_ + layout_.partials)) {
+    int64_t words = 0;
+    for (int64_t i = 0; i < batch_size_; ++i) {
+        first_partials_[i] = words;
+        words += work_.partial_words(i);
+    }
+    std::fill_n(ended_, batch_size_ * in_.num_kv_heads, 0);
+}
+
+void PagedAttention::run(int num_threads) {
+    queue_.run(num_threads, workspace_ + layout_.scratch, scratch_bytes(in_.head_dim),
+               [&](int32_t sequence, int64_t index, float* own) {
+                   run_item(in_, sequence, index, own);
+               });
+}
+
+void PagedAttention::run_layer(Team& team, int32_t thread, const void* k_cache,
+                               const void* v_cache, float softmax_scale) {
+    AttentionInput in = in_;
+    in.softmax_scale = softmax_scale;
+    in.k = k_cache;
+    in.v = v_cache;
+    auto* own = reinterpret_cast<float*>(workspace_ + layout_.scratch +
+                                         thread * scratch_bytes(in_.head_dim));
+    const int64_t num_draws = team.size() == 1 ? 1 : team.size() * kDrawsPerThread;
+    const auto run = [&](int32_t sequence, int64_t index, float* scratch) {
+        run_item(in, sequence, index, scratch);
+    };
+    team.share(num_draws, 1, [&](int64_t draw, int64_t) {
+        queue_.run_draw(draw, num_draws, own, run);
+    });
+}
+
+void PagedAttention::run_item(const AttentionInput& in, int32_t sequence, int64_t index,
+                              float* own) const {
+    if (work_.is_decode(sequence)) return decode(in, sequence, index, own);
+    kernels_.attend(in, work_.tiles.item(sequence, index), own);
+}
+
+// A decode item, and the merge where it is the last of its head to end. Heads of one run follow
+// each other: their rows of k and v lie side by side.
+void PagedAttention::decode(const AttentionInput& in, int32_t sequence, int64_t index,
+                            float* own) const {
+    const auto first_head = static_cast<int32_t>(index % work_.head_items()) * work_.kv_heads;
+    const int32_t num_heads = std::min(work_.kv_heads, in.num_kv_heads - first_head);
+    const auto run = static_cast<int32_t>(index / work_.head_items());
+    const int32_t begin = (work_.first_run(sequence) + run) * kDecodeKeys;
+    const int32_t first = std::max(begin, first_key(in, sequence));
+    const int32_t end = std::min(begin + kDecodeKeys, in.num_keys(sequence));
+    const int32_t num_runs = work_.num_runs(sequence);
+    DecodeItem item{sequence, first_head, num_heads, first, end - first, nullptr};
+    if (num_runs == 1) return kernels_.decode(in, item, own);
+    float* partials = partials_ + first_partials_[sequence];
+    item.partials = partials + run * in.num_heads * decode_partial_words(in.head_dim);
+    kernels_.decode(in, item, own);
+    // Acquires what the other runs' threads released here.
+    std::atomic_ref<int32_t> ended(ended_[int64_t{sequence} * in.num_kv_heads + first_head]);
+    if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < num_runs) return;
+    ended.store(0, std::memory_order_relaxed);  // for the next layer
+    const int32_t group = in.num_heads / in.num_kv_heads;
+    kernels_.merge(in, sequence, first_head * group, num_heads * group, partials, num_runs, own);
+}
+
+}  // namespace cpu
+
+int64_t paged_attention_workspace_bytes(const PagedAttentionParams& p, int num_threads) {
+    return cpu::PagedAttention::workspace_bytes(p, num_threads);
 }
 
 void paged_attention(const PagedAttentionParams& p, const Launch& launch) {
-    check_sizes(p);
+    cpu::check_sizes(p);
     if (p.batch_size == 0 || p.total_tokens == 0) return;
-    const AttentionInput in = input_of(p);
-    check_sequences(p, in);
-    const AttentionKernels kernels = cpu::choose_attention(cpu::resolve_isa(launch.isa), p.dtype);
-    PagedWork work{in, {in}, !p.batch_invariant};
-    const Layout layout(work, p.batch_size, launch.num_threads);
-    require(p.workspace_bytes >= layout.end,
-            ("workspace must have " + std::to_string(layout.end) + " bytes").c_str(),
-            p.workspace_bytes);
-    work.cut(p.batch_size, launch.num_threads);
-    const WorkQueue<PagedWork> queue(p.batch_size, p.workspace, work);
-    auto* workspace = static_cast<char*>(p.workspace);
-    const Decoder decoder(work, kernels, workspace, layout, p.batch_size);
-    queue.run(launch.num_threads, workspace + layout.scratch, cpu::scratch_bytes(p.head_dim),
-              [&](int32_t sequence, int64_t index, float* own) {
-                  if (work.is_decode(sequence)) return decoder.run(sequence, index, own);
-                  kernels.attend(in, work.tiles.item(sequence, index), own);
-              });
+    cpu::PagedAttention(p, launch).run(launch.num_threads);
 }
 
 }  // namespace bytetx

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <exception>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -14,12 +15,17 @@ namespace {
 
 using GompParallel = void (*)(void (*fn)(void*), void* data, unsigned num_threads, unsigned flags);
 
-GompParallel find_gomp_parallel() {
+void* find_symbol(const char* name) {
 #if defined(__unix__) || defined(__APPLE__)
-    return reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    return dlsym(RTLD_DEFAULT, name);
 #else
+    static_cast<void>(name);
     return nullptr;
 #endif
+}
+
+GompParallel find_gomp_parallel() {
+    return reinterpret_cast<GompParallel>(find_symbol("GOMP_parallel"));
 }
 
 // One parallel loop, shared by the threads that work on it.
@@ -44,6 +50,35 @@ struct Loop {
                 if (!has_failed.exchange(true)) error = std::current_exception();
             }
         }
+    }
+};
+
+inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// A team whose size the runtime says once it runs.
+struct TeamCall {
+    void (*body)(void* data, Team& team, int32_t thread);
+    void* data;
+    int (*team_size)();
+    int (*thread_number)();
+    std::optional<Team> made{};
+    std::atomic<Team*> team{nullptr};
+
+    void run() {
+        const int32_t thread = thread_number();
+        if (thread == 0) {
+            team.store(&made.emplace(team_size()), std::memory_order_release);
+            team.notify_all();
+        } else {
+            team.wait(nullptr, std::memory_order_acquire);
+        }
+        body(data, *team.load(std::memory_order_acquire), thread);
     }
 };
 
@@ -73,6 +108,49 @@ void parallel_run(int64_t num_tasks, int64_t grain, int32_t num_threads,
         run_on_own_threads(loop, num_threads);
     }
     if (loop.error) std::rethrow_exception(loop.error);
+}
+
+// A step has some hundred waits of microseconds: threads spin, and sleep only where another one has
+// lost its core.
+void Team::wait() {
+    constexpr int kSpins = 1 << 12;  // some 50 us
+    if (size_ == 1) return next_.store(0, std::memory_order_relaxed);
+    const uint32_t round = round_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+        arrived_.store(0, std::memory_order_relaxed);
+        next_.store(0, std::memory_order_relaxed);
+        round_.store(round + 1, std::memory_order_release);
+        return round_.notify_all();
+    }
+    for (int i = 0; i < kSpins; ++i) {
+        if (round_.load(std::memory_order_acquire) != round) return;
+        pause();
+    }
+    round_.wait(round, std::memory_order_acquire);
+}
+
+void run_team(int32_t num_threads, void (*body)(void* data, Team& team, int32_t thread),
+              void* data) {
+    static const GompParallel gomp_parallel = find_gomp_parallel();
+    static const auto team_size = reinterpret_cast<int (*)()>(find_symbol("omp_get_num_threads"));
+    static const auto thread_number =
+        reinterpret_cast<int (*)()>(find_symbol("omp_get_thread_num"));
+    const bool has_pool = gomp_parallel != nullptr && team_size != nullptr;
+    if (num_threads <= 1 || (has_pool && thread_number == nullptr)) {
+        Team alone(1);
+        return body(data, alone, 0);
+    }
+    if (has_pool) {
+        TeamCall call{body, data, team_size, thread_number};
+        return gomp_parallel([](void* p) { static_cast<TeamCall*>(p)->run(); }, &call,
+                             static_cast<unsigned>(num_threads), 0);
+    }
+    Team team(num_threads);
+    std::vector<std::thread> threads;
+    threads.reserve(num_threads - 1);
+    for (int32_t i = 1; i < num_threads; ++i) threads.emplace_back([&, i] { body(data, team, i); });
+    body(data, team, 0);
+    for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace bytetx::cpu

@@ -1,6 +1,7 @@
 // Parallel loops on the OpenMP pool that torch already runs.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace bytetx::cpu {
@@ -24,6 +25,50 @@ void parallel_for(int64_t num_tasks, int64_t grain, int32_t num_threads, Body&& 
     };
     parallel_run(num_tasks, grain, num_threads, call,
                  const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+// The threads of one call, and where they wait for one another.
+class Team {
+  public:
+    explicit Team(int32_t size) : size_(size) {}
+
+    int32_t size() const { return size_; }
+
+    // Returns when all threads of the team have called it; what they wrote before is then seen.
+    void wait();
+
+    // Calls body(begin, end) over [0, num_tasks) in pieces of `grain` that the threads draw, and
+    // waits for all; every thread of the team calls it alike.
+    template <typename Body>
+    void share(int64_t num_tasks, int64_t grain, Body&& body) {
+        for (int64_t begin; (begin = draw(grain)) < num_tasks;) {
+            body(begin, begin + grain < num_tasks ? begin + grain : num_tasks);
+        }
+        wait();
+    }
+
+    // The next number of a counter that wait() sets back to 0.
+    int64_t draw(int64_t count = 1) { return next_.fetch_add(count, std::memory_order_relaxed); }
+
+  private:
+    const int32_t size_;
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int32_t> arrived_{0};
+    alignas(64) std::atomic<uint32_t> round_{0};
+};
+
+// Runs body(data, team, thread) on num_threads threads of the same pool, or fewer where the runtime
+// has no more, and returns when all have ended. body must not throw.
+void run_team(int32_t num_threads, void (*body)(void* data, Team& team, int32_t thread),
+              void* data);
+
+// run_team for a callable body(team, thread).
+template <typename Body>
+void with_team(int32_t num_threads, Body&& body) {
+    auto call = [](void* data, Team& team, int32_t thread) {
+        (*static_cast<decltype(&body)>(data))(team, thread);
+    };
+    run_team(num_threads, call, const_cast<void*>(static_cast<const void*>(&body)));
 }
 
 }  // namespace bytetx::cpu

@@ -2,11 +2,11 @@
 //
 // Bound by: memory, and in bf16 conversion.  Compiled for any processor: the rows of a decode step
 // are few, and those of a prompt cost little beside its products.
-#include <cstdint>
+#include "cpu/rotary.h"
+
 #include <stdexcept>
 #include <string>
 
-#include "cache_ops.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
 
@@ -34,7 +34,7 @@ void turn_head(T* x, int gap, const float* cos, const float* sin, int num_pairs)
 }
 
 template <typename T>
-void turn_rows(const RotaryParams& p, int64_t begin, int64_t end) {
+void turn_rows_of(const RotaryParams& p, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
         const int64_t angle = int64_t{p.position_ids[row]} * p.num_pairs;
         T* x = static_cast<T*>(p.x) + row * p.x_stride;
@@ -50,7 +50,9 @@ void turn_rows(const RotaryParams& p, int64_t begin, int64_t end) {
 
 }  // namespace
 
-void rotary(const RotaryParams& p, const Launch& launch) {
+namespace cpu {
+
+void check_rotary(const RotaryParams& p) {
     if (p.dtype != DType::f32 && p.dtype != DType::bf16) {
         throw std::invalid_argument("rotary: dtype must be f32 or bf16");
     }
@@ -65,12 +67,21 @@ void rotary(const RotaryParams& p, const Launch& launch) {
                                     "), the rows of cos and sin, got " +
                                     std::to_string(p.position_ids[i]) + " at " + std::to_string(i));
     }
+}
+
+void turn_rows(const RotaryParams& p, int64_t begin, int64_t end) {
+    p.dtype == DType::f32 ? turn_rows_of<float>(p, begin, end) : turn_rows_of<Bf16>(p, begin, end);
+}
+
+}  // namespace cpu
+
+void rotary(const RotaryParams& p, const Launch& launch) {
+    cpu::check_rotary(p);
     const int64_t row = int64_t{p.num_heads} * p.num_pairs * 2;
     if (row == 0) return;
     const int64_t grain = kElementsPerPiece / row + 1;
-    cpu::parallel_for(p.total_tokens, grain, launch.num_threads, [&](int64_t begin, int64_t end) {
-        p.dtype == DType::f32 ? turn_rows<float>(p, begin, end) : turn_rows<Bf16>(p, begin, end);
-    });
+    cpu::parallel_for(p.total_tokens, grain, launch.num_threads,
+                      [&](int64_t begin, int64_t end) { cpu::turn_rows(p, begin, end); });
 }
 
 }  // namespace bytetx

@@ -64,11 +64,17 @@ class WorkQueue {
         // A task is a thread's slot of scratch, not a piece of work: the work is drawn from `next`.
         parallel_for(num_threads, 1, static_cast<int32_t>(num_threads), [&](int64_t slot, int64_t) {
             float* own = reinterpret_cast<float*>(scratch + slot * scratch_bytes);
-            for (int64_t draw; (draw = next.fetch_add(1, std::memory_order_relaxed)) < num_draws;) {
-                visit(total * draw / num_draws, total * (draw + 1) / num_draws,
-                      [&](int32_t sequence, int64_t index) { run(sequence, index, own); });
-            }
+            const auto draw = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
+            for (int64_t i; (i = draw()) < num_draws;) run_draw(i, num_draws, own, run);
         });
+    }
+
+    // Calls run(sequence, index of item, own) for the items of one of num_draws pieces.
+    template <typename Run>
+    void run_draw(int64_t draw, int64_t num_draws, float* own, Run&& run) const {
+        const int64_t total = cost_[batch_size_];
+        visit(total * draw / num_draws, total * (draw + 1) / num_draws,
+              [&](int32_t sequence, int64_t index) { run(sequence, index, own); });
     }
 
   private:

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import bytetx
 from bytetx.errors import CheckpointError, DeviceMemoryError, InputError, OptionError, TooLongError
 from bytetx.model import Model
 from bytetx.nn import heads
+from bytetx.nn.cpu_steps import CpuSteps
 from bytetx.nn.transformer import Transformer
 from bytetx.sampling_params import SamplingParams
 
@@ -344,14 +346,18 @@ def test_a_step_without_memory_ends_its_own_texts(
     wanted = text_model.generate(TEXTS[:6], params)
     num_calls = 0
 
-    def fail_once(self: Transformer, *args: object, **options: object) -> torch.Tensor:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls == 2:
-            raise torch.OutOfMemoryError("out of memory: 1 GiB")
-        return forward(self, *args, **options)
+    def failing_once(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def step(*args: object, **options: object) -> torch.Tensor:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 2:
+                raise torch.OutOfMemoryError("out of memory: 1 GiB")
+            return run(*args, **options)
 
-    monkeypatch.setattr(Transformer, "forward", fail_once)
+        return step
+
+    for kind in (Transformer, CpuSteps):  # either runs a step
+        monkeypatch.setattr(kind, "forward", failing_once(kind.forward))
     model = Model(text_model.checkpoint)
     kept = model.generate(TEXTS[:6], params, max_num_seqs=2, on_error="return")
     assert sorted(kept.errors) == [0, 1]

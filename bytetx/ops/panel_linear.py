@@ -1,0 +1,72 @@
+"""Products of few rows with weights in panels, and gates, by kernels of our own for CPUs."""
+
+import torch
+from torch import Tensor
+
+from bytetx.ops import native
+from bytetx.ops.native_params import PanelMatrix
+from bytetx.ops.registry import Operation
+
+_CPU = torch.device("cpu")
+
+
+def why_no_panels() -> str | None:
+    """Why this machine cannot run these kernels, or None where it can."""
+    reason = native.why_no_kernel("panel_linear_isa", _CPU)
+    if reason is None and native.require_kernel("panel_linear_isa", _CPU)() is None:
+        return "it needs a CPU with AVX2"
+    return reason
+
+
+def has_bf16_dot() -> bool:
+    """Whether the kernels have bf16's own instruction here, vdpbf16ps."""
+    return "avx512_bf16" in native.available_isas()
+
+
+def panel_linear(x: Tensor, w: PanelMatrix, *, activation: int = 0, isa: str = "auto") -> Tensor:
+    """act(x @ w.T + bias) of checked arguments: x [m, k], contiguous, f32 or bf16 as the weight.
+
+    activation: its index in ops.linear.ACTIVATIONS.  isa: a key of native.ISA_CODES.
+    A result depends on its row and output alone, bit for bit.  Returns a new [m, n].
+    """
+    m, k = x.shape
+    d = x.new_empty((m, w.n))
+    launch = native.launch_args(_CPU, isa)
+    num_bytes = native.require_kernel("panel_linear_workspace_bytes", _CPU)(m=m, k=k)
+    native.require_kernel("panel_linear", _CPU)(
+        x=x,
+        d=d,
+        workspace=torch.empty(num_bytes, dtype=torch.uint8),
+        workspace_bytes=num_bytes,
+        m=m,
+        w=w,
+        activation=activation,
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=launch,
+    )
+    return d
+
+
+def gate_blocks(both: Tensor, *, n: int, block: int, activation: int, isa: str = "auto") -> Tensor:
+    """act(gates) * values of checked rows [m, 2 * n], in f32, and rounded once; a new [m, n].
+
+    block: columns of gates that take turns with as many of values.  activation, isa: as of
+    panel_linear.
+    """
+    out = both.new_empty((len(both), n))
+    native.require_kernel("gate_blocks", _CPU)(
+        both=both,
+        out=out,
+        m=len(both),
+        n=n,
+        block=block,
+        activation=activation,
+        dtype=native.DTYPE_CODES[both.dtype],
+        launch=native.launch_args(_CPU, isa),
+    )
+    return out
+
+
+Operation("panel_linear", "cpu").register(
+    "native", "cpu", why_missing=lambda device: why_no_panels()
+)(panel_linear)

@@ -1,0 +1,98 @@
+"""Panels of weights that a CPU has laid out, our own or oneDNN's, for kernels that read them there.
+
+A row keeps the bits that it has in the kernel that runs many rows: oneDNN's layout and order of
+sums are found by trying, and a weight of which they are others has no panels.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from bytetx.ops.linear import LinearWeight, has_fixed_bf16
+from bytetx.ops.native_params import PanelMatrix
+from bytetx.ops.panel_linear import has_bf16_dot, panel_linear, why_no_panels
+
+_OUR_COLUMNS = 32  # as pack_bf16_weight lays them out
+# What oneDNN has: outputs of a panel, features of a chain of sums (0: all), and those that a panel
+# may have behind the weight's, exclusive.
+_COLUMNS = (64, 48, 32, 16)
+_CHAINS = (0, 1024, 512, 2048, 256, 4096)
+_PADDING = 64
+_TRIED_ROWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _PanelLayout:
+    """Fields of PanelMatrix."""
+
+    features: int
+    columns: int
+    chain: int
+    has_bf16_dot: bool
+
+    def of(self, w: LinearWeight, address: int) -> PanelMatrix:
+        """Point into w's memory, which the caller keeps."""
+        sizes = (self.features, self.columns, self.chain, self.has_bf16_dot)
+        return PanelMatrix(address, w.bias, w.n, w.k, *sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelFinder:
+    """Finds the panels of weights; those of one shape are tried once."""
+
+    _found: dict[tuple[int, int, torch.dtype, bool], _PanelLayout | None] = field(default_factory=dict)
+
+    def find(self, w: LinearWeight) -> PanelMatrix | None:
+        """The panels of a weight that is laid out for a CPU; None where it has none.
+
+        They point into the weight's memory, which the caller keeps.
+        """
+        if not w.is_prepacked or w.n * w.k == 0 or why_no_panels() is not None:
+            return None
+        if w.bias is not None and not w.bias.is_contiguous():
+            return None
+        if w.weight.dtype == torch.int32:  # pack_bf16_weight's
+            even = w.k + w.k % 2
+            layout = _PanelLayout(even, _OUR_COLUMNS, chain=even, has_bf16_dot=False)
+            return layout.of(w, w.weight.data_ptr())
+        key = (w.n, w.k, w.dtype, w.bias is None)
+        if key not in self._found:
+            self._found[key] = _try_layouts(w)
+        found = self._found[key]
+        return None if found is None else found.of(w, torch.ops.mkldnn.data_ptr(w.weight))
+
+
+def _try_layouts(w: LinearWeight) -> _PanelLayout | None:
+    """The layout with which our kernel gives what oneDNN does, bit for bit where that has bits."""
+    x = torch.randn(_TRIED_ROWS, w.k, generator=torch.Generator().manual_seed(0)).to(w.dtype)
+    wanted = w.matmul(x)
+    is_fixed = w.dtype == torch.float32 or has_fixed_bf16()
+    for layout in _layouts(w):
+        got = panel_linear(x, layout.of(w, torch.ops.mkldnn.data_ptr(w.weight)))
+        if torch.equal(got, wanted) or (not is_fixed and _is_close(got, wanted)):
+            return layout
+    return None
+
+
+def _layouts(w: LinearWeight) -> list[_PanelLayout]:
+    """Those that fit the bytes that oneDNN has, each a read within them."""
+    num_items = torch.ops.mkldnn._nbytes(w.weight) // w.dtype.itemsize
+    is_half = w.dtype == torch.bfloat16
+    found = []
+    for columns in _COLUMNS:
+        outputs = -(-w.n // columns) * columns
+        features = num_items // outputs
+        if features * outputs != num_items or not w.k <= features < w.k + _PADDING:
+            continue
+        if is_half and features % 2:
+            continue
+        for by_dot in (True, False) if is_half and has_bf16_dot() else (False,):
+            chains = [chain or features + features % 2 for chain in _CHAINS if chain < w.k]
+            found += [_PanelLayout(features, columns, chain, by_dot) for chain in chains]
+    return found
+
+
+def _is_close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether two results differ by their order of sums and one rounding to bf16."""
+    error = (got.float() - wanted.float()).norm()
+    return bool(error <= 0.01 * wanted.float().norm())
