@@ -8,6 +8,7 @@ from bytetx.nn.layer import DenseFeedForward, LayerWeights
 from bytetx.nn.layers import Layers
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.cpu_decode_step import CpuDecodeStep, CpuStepWeights, why_no_cpu_step
+from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.native import has_row_kernel
 from bytetx.ops.native_params import CpuStepLayer, PanelMatrix, StepNorm
@@ -163,11 +164,9 @@ class _LayerReader:
 
 
 def _dense(w: Weight) -> LinearWeight | None:
-    """The matrix of floats that a weight is, or None."""
-    try:
-        return w.dense
-    except TypeError:  # another kind
-        return None
+    """The matrix of floats that a weight is, or None where it is of another kind."""
+    matrix = w.fused if isinstance(w, GatedWeight) else w
+    return matrix if isinstance(matrix, LinearWeight) else None
 
 
 def _activates_alike(w: LinearWeight) -> bool:

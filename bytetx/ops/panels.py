@@ -40,7 +40,9 @@ class _PanelLayout:
 class PanelFinder:
     """Finds the panels of weights; those of one shape are tried once."""
 
-    _found: dict[tuple[int, int, torch.dtype, bool], _PanelLayout | None] = field(default_factory=dict)
+    _found: dict[tuple[int, int, torch.dtype, bool], _PanelLayout | None] = field(
+        default_factory=dict
+    )
 
     def find(self, w: LinearWeight) -> PanelMatrix | None:
         """The panels of a weight that is laid out for a CPU; None where it has none.

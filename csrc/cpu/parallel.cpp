@@ -15,17 +15,27 @@ namespace {
 
 using GompParallel = void (*)(void (*fn)(void*), void* data, unsigned num_threads, unsigned flags);
 
-void* find_symbol(const char* name) {
+GompParallel find_gomp_parallel() {
 #if defined(__unix__) || defined(__APPLE__)
-    return dlsym(RTLD_DEFAULT, name);
+    return reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
 #else
-    static_cast<void>(name);
     return nullptr;
 #endif
 }
 
-GompParallel find_gomp_parallel() {
-    return reinterpret_cast<GompParallel>(find_symbol("GOMP_parallel"));
+// A function of the library that has GOMP_parallel: a process may hold two OpenMP runtimes.
+template <typename Function>
+Function find_beside(GompParallel gomp_parallel, const char* name) {
+#if defined(__unix__) || defined(__APPLE__)
+    Dl_info info{};
+    if (gomp_parallel == nullptr || !dladdr(reinterpret_cast<void*>(gomp_parallel), &info)) {
+        return nullptr;
+    }
+    void* library = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+    return library == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(library, name));
+#else
+    return nullptr;
+#endif
 }
 
 // One parallel loop, shared by the threads that work on it.
@@ -132,11 +142,11 @@ void Team::wait() {
 void run_team(int32_t num_threads, void (*body)(void* data, Team& team, int32_t thread),
               void* data) {
     static const GompParallel gomp_parallel = find_gomp_parallel();
-    static const auto team_size = reinterpret_cast<int (*)()>(find_symbol("omp_get_num_threads"));
+    static const auto team_size = find_beside<int (*)()>(gomp_parallel, "omp_get_num_threads");
     static const auto thread_number =
-        reinterpret_cast<int (*)()>(find_symbol("omp_get_thread_num"));
-    const bool has_pool = gomp_parallel != nullptr && team_size != nullptr;
-    if (num_threads <= 1 || (has_pool && thread_number == nullptr)) {
+        find_beside<int (*)()>(gomp_parallel, "omp_get_thread_num");
+    const bool has_pool = gomp_parallel != nullptr;
+    if (num_threads <= 1 || (has_pool && (team_size == nullptr || thread_number == nullptr))) {
         Team alone(1);
         return body(data, alone, 0);
     }
