@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bytetx.checkpoint.names import checkpoint_name
+from bytetx.checkpoint.names import checkpoint_name, checkpoint_path
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.ops.native import tile_rows
 
@@ -30,7 +30,7 @@ def checkpoint_info(
         "decision": heads.decision,
     }
     return {
-        "path": str(checkpoint.folder),
+        "path": str(checkpoint_path(checkpoint.folder)),
         "family": spec.family,
         "architectures": list(spec.architectures),
         "num_parameters": checkpoint.num_parameters,

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from bytetx.checkpoint.demo import DEMO_NAME, DEMO_PACKAGE
+from bytetx.checkpoint.gguf.file import GGUF_SUFFIX
 
 
 def checkpoint_name(folder: Path) -> str:
@@ -11,6 +12,12 @@ def checkpoint_name(folder: Path) -> str:
     if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
         return folder.parents[1].name.removeprefix("models--").replace("--", "/")
     return DEMO_NAME if folder.parent.name == DEMO_PACKAGE else folder.name
+
+
+def checkpoint_path(folder: Path) -> Path:
+    """The GGUF file that a folder was made of, the first of several; else the folder itself."""
+    links = (path for path in sorted(folder.glob(f"*{GGUF_SUFFIX}")) if path.is_symlink())
+    return next((path.resolve() for path in links), folder)
 
 
 def name_of(path_or_id: str) -> str:
