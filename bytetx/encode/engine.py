@@ -50,6 +50,8 @@ _POLL_S = 1e-4
 # A step is long where calls with at least so many tokens in it have half of its tokens. A call is
 # short beside it where the largest of these shares is so many times as long.
 _LONG_TOKENS, _SHORT = 256, 8
+# After a step that shares prefixes the next one waits so long for texts that are being read.
+_GATHER_S = 0.01
 # While short calls arrive beside long ones, steps are cut to about so long; and so long after one.
 _TARGET_STEP_S, _SHORT_MEMORY_S = 0.03, 1.0
 _MIN_STEP_TOKENS = 256
@@ -63,11 +65,13 @@ _MAX_RECENT = 512
 class Share:
     """Texts of one call in a step, its rows start to stop.
 
-    requests: with the call's indices.  queued_time: when they were queued.
+    requests: with the call's indices.  num_tokens: to compute, common prefixes once.
+    queued_time: when they were queued.
     """
 
     call: OpenCall
     requests: Requests
+    num_tokens: int
     queued_time: float
     start: int = 0
     stop: int = 0
@@ -132,6 +136,7 @@ class EncodeEngine:
         self._planned: deque[EncodeStep] = deque()  # to run before anything is taken from the queue
         self._running: deque[EncodeStep] = deque()
         self._current: EncodeStep | None = None
+        self._has_shared = False  # the step that was launched last
         self._short_seen = -np.inf
         self._rate: float | None = None
         self._last_end = 0.0
@@ -390,7 +395,7 @@ class EncodeEngine:
         now, budget = self._clock(), self.token_budget
         if requests.total_tokens <= budget:
             own = longest_first(requests) if len(requests) > 1 else requests
-            return [_step([[Share(call, own, now)]])] if len(own) else []
+            return [_step([[Share(call, own, own.total_tokens, now)]])] if len(own) else []
         queue, steps = self._new_queue(np.inf), list[EncodeStep]()
         queue.add(call, requests, now)
         while queue:
@@ -569,26 +574,25 @@ class EncodeEngine:
             len(self._running) >= _STEPS_IN_FLIGHT or self._running[0].is_ready()
         ):
             self._collect(self._running.popleft())
-        elif self._running and step is None:
+        elif step is None:
             with self._changed:
                 if not self._may_launch() and not self._is_closed:
-                    self._changed.wait(_POLL_S)
+                    self._changed.wait(_POLL_S if self._running else _GATHER_S)
         return True
 
     def _may_launch(self) -> bool:
         """Whether a step runs or may wait behind the one that does.
 
-        Behind one that shares prefixes only a full one waits: their operations are launched one by
-        one, so that many small steps would take the time in which texts are read.
+        The operations of a step that shares prefixes are launched one by one: many small ones would
+        take the time in which texts are read. So only a full step waits behind one, and after one
+        what is being read is waited for.
         """
-        if not self._queue and not self._planned:
-            return False
-        if not self._running or self._planned:
-            return len(self._running) < _STEPS_IN_FLIGHT
-        last = self._running[-1].launched
-        is_shared = last is not None and last.shares_prefixes
-        full = self._queue.queued_tokens >= self.token_budget
-        return len(self._running) < _STEPS_IN_FLIGHT and (full or not is_shared)
+        if self._planned or not self._queue or len(self._running) >= _STEPS_IN_FLIGHT:
+            return bool(self._planned) and len(self._running) < _STEPS_IN_FLIGHT
+        if not self._has_shared or self._queue.queued_tokens >= self.token_budget:
+            return True
+        since = self._clock() - self._last_end
+        return not self._running and (since > _GATHER_S or not self._num_reading)
 
     def _next_step(self) -> EncodeStep | None:
         if not self._planned:
@@ -619,6 +623,8 @@ class EncodeEngine:
             if outer is not None or self.runner.is_interruptible or step.launched is None:
                 self._current = outer
         if step.launched is not None:
+            waits = not self.runner.is_interruptible  # a CPU computes in this thread
+            self._has_shared = waits and step.launched.shares_prefixes
             self._running.append(step)
 
     def _run_short(self, outer: EncodeStep) -> None:
@@ -652,7 +658,7 @@ def _steps_of(taken: Sequence[Taken]) -> list[EncodeStep]:
     """Steps of texts: one of all tasks that share a pass, and one of each other task."""
     by_key: dict[Any, list[Share]] = {}
     for some in taken:
-        share = Share(some.call, some.requests(), some.texts.time)
+        share = Share(some.call, some.requests(), some.total_tokens, some.texts.time)
         by_key.setdefault(share.call.key, []).append(share)
     sharing: list[list[Share]] = []
     steps: list[EncodeStep] = []
@@ -674,12 +680,12 @@ def _step(groups: Sequence[Sequence[Share]]) -> EncodeStep:
         for share in group:
             share.start, start = start, start + len(share.requests)
             share.stop = start
-            tokens[share.call] = tokens.get(share.call, 0) + share.requests.total_tokens
+            tokens[share.call] = tokens.get(share.call, 0) + share.num_tokens
         parts.append(TaskRows(group[0].call.task, first))
     shares = [share for group in groups for share in group]
     requests = join_requests([share.requests for share in shares])
     large = [count for count in tokens.values() if count >= _LONG_TOKENS]
-    is_long = 2 * sum(large) >= requests.total_tokens
+    is_long = 2 * sum(large) >= sum(tokens.values())
     short_tokens = max(large, default=0) // _SHORT if is_long else 0
     task = SharedPass(parts) if len(parts) > 1 else parts[0].task
     return EncodeStep(shares, list(tokens), requests, task, short_tokens)

@@ -379,7 +379,9 @@ class RequestQueue:
             needed = texts.next_tokens - common
             if now - texts.time < self._age_limit_s or (step.taken and share < needed):
                 break
-            self._take_into(step, call, texts, tokens=max(share, needed), common=common)
+            if needed > share:  # a prefix beyond it serves what follows while there is room
+                share = max(needed, min(texts.group_tokens - common, step.room))
+            self._take_into(step, call, texts, tokens=share, common=common)
 
     def _oldest(self) -> tuple[OpenCall, QueuedTexts] | None:
         while self._arrivals:

@@ -113,6 +113,19 @@ def test_steps_count_a_prefix_once_and_keep_its_texts_together() -> None:
     assert sorted(found) == list(range(20)) and queue.queued_tokens == 0
 
 
+def test_old_texts_whose_prefix_is_more_than_half_of_a_step_run_together() -> None:
+    queue = RequestQueue(age_limit_s=1.0, shares_prefixes=True)
+    for state in range(3):
+        texts = [[10 + state] * 60 + [k] * 4 for k in range(8)]
+        queue.add(OpenCall(state, None), requests_of(texts), 0.0)
+    steps = []
+    while queue:
+        taken = queue.take(100, 9.0)
+        assert sum(some.total_tokens for some in taken) <= 100
+        steps.append(sum(some.num_texts for some in taken))
+    assert steps == [8, 8, 8]
+
+
 def test_what_a_step_expands_to_is_bounded() -> None:
     queue, call = RequestQueue(age_limit_s=9.0, shares_prefixes=True), OpenCall("task", None)
     queue.add(call, requests_of([[5] * 3200] * 64), 0.0)
