@@ -173,7 +173,7 @@ class ModelSpec:
         Both halves of a layer hold x, and its normalized rows unless the layers are post-norm; a
         parallel layer's feed-forward the attention's half, too.  Attention adds qkv and its
         output, the feed-forward the inner rows, a gated one its gates and values as well, before
-        and after they are multiplied.  Behind them are the sum and, unless it takes the sum's
+        they are multiplied by a kernel.  Behind them are the sum and, unless it takes the sum's
         place, its norm.  The embedding holds its sum and what it is projected to.  Five ids a
         token, of four bytes.  Scratch of the kernels' threads (below 1 MiB each, whatever the
         batch) comes on top.
@@ -188,7 +188,7 @@ class ModelSpec:
                 before, half, behind = 2 * hidden, 0, 4 * hidden
             case _:  # parallel
                 before, half, behind = 2 * hidden, hidden, 5 * hidden
-        gated = 4 if self.is_gated else 1
+        gated = 3 if self.is_gated else 1
         row = max(
             before + qkv + attended,
             before + half + gated * inner,
