@@ -258,13 +258,15 @@ _WINDOW_FILL = 31 / 32
 # Steps that one window holds at most: enough to order lengths in and to keep the last, partly
 # filled step of a window rare, few enough that streaming stays prompt and memory small.
 MAX_WINDOW_STEPS = 4
+_WINDOW_STEPS = (1, 2, MAX_WINDOW_STEPS)  # the first one's, the second one's, and all others'
 # What is read and not computed, as a common prefix is for each text but one, is admitted as a part
 # of what is computed.
 _READ_PART = 4
 # Where a GPU computes common prefixes once, steps are no graphs. Windows have so many tokens then,
 # for the device waits for the first one, of which more is read than computed.  A window is read
 # once the one before it is launched: a thread that reads would take the interpreter from the one
-# that launches at each of some hundred operations.
+# that launches at each of some hundred operations. After three of them a step is full: fewer are
+# launched.
 _SHARED_WINDOW_TOKENS = 1 << 14
 # A step that computes common prefixes once may hold as many times the tokens of another, or more.
 _SHARED_STEPS = 8
@@ -302,24 +304,24 @@ def windows(
     *,
     estimate_tokens: Callable[[Input], int],
     token_budget: int,
-    max_steps: int = MAX_WINDOW_STEPS,
+    num_steps: Sequence[int] = _WINDOW_STEPS,
 ) -> Iterator[list[Input]]:
     """Cuts the input into windows, pulling no more of it than the window that is asked for.
 
-    The first window is about one step long, so that the first forward pass starts at once; each
-    next one is twice as long, up to max_steps steps.  estimate_tokens: a cheap guess of one
-    input's tokens; it must be at least 1, so that a window always ends.
+    The first window is about one step long, so that the first forward pass starts at once.
+    estimate_tokens: a cheap guess of one input's tokens; it must be at least 1, so that a window
+    always ends.  num_steps: of each window; the last one's is that of all after it.
     """
-    num_steps = 1
+    number, limits = 0, [steps * token_budget * _WINDOW_FILL for steps in num_steps]
     window: list[Input] = []
     num_tokens = 0
     for item in inputs:
         window.append(item)
         num_tokens += estimate_tokens(item)
-        if num_tokens >= num_steps * token_budget * _WINDOW_FILL:
+        if num_tokens >= limits[min(number, len(limits) - 1)]:
             yield window
             window, num_tokens = [], 0
-            num_steps = min(2 * num_steps, max_steps)
+            number += 1
     if window:
         yield window
 
@@ -393,12 +395,12 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
     reader = run.call.reader
     device = engine.runner.device
     has_graphs = device.type != "cuda" or not engine.shares_prefixes
-    budget = engine.token_budget
+    shared_budget = min(engine.token_budget, _SHARED_WINDOW_TOKENS)
     cut = windows(
         run.call.texts,
         estimate_tokens=_estimate_work(reader, engine),
-        token_budget=budget if has_graphs else min(budget, _SHARED_WINDOW_TOKENS),
-        max_steps=MAX_WINDOW_STEPS if has_graphs else 1,
+        token_budget=engine.token_budget if has_graphs else shared_budget,
+        num_steps=_WINDOW_STEPS if has_graphs else (1, 1, 1, engine.token_budget // shared_budget),
     )
     running: deque[tuple[EncodeStep, Window | None]] = deque()
     collect = partial(_collect, run, engine)
