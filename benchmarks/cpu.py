@@ -13,7 +13,7 @@ import bytetx
 from benchmarks import measure, rivals, sparse, texts
 from benchmarks.bert import random_checkpoint
 from benchmarks.cpu_generate import CASE as GENERATE_CASE
-from benchmarks.cpu_generate import measure_generate
+from benchmarks.cpu_generate import LLAMA_CASES, measure_generate, measure_llama
 from benchmarks.memory import measure_memory
 from benchmarks.rivals import Inputs, Rival
 from benchmarks.suite import Case, Measurement, Suite, is_selected, measured, none_fits
@@ -66,13 +66,13 @@ def suite(*, patterns: list[str], model: Path | None = None, quick: bool = False
     names = [model.resolve().name] if model else ["minilm", "bert-base"]
     known = [case for name in names for case in _case_names(name)]
     if model is None:
-        known += [GENERATE_CASE, SPARSE_CASE]
+        known += [GENERATE_CASE, *LLAMA_CASES, SPARSE_CASE]
     if not any(is_selected(name, patterns) for name in known):
         raise none_fits(patterns, known)
     return Suite(
         name="cpu",
         device=measure.device_name(),
-        versions=rivals.versions((*RIVALS, "nncf")),
+        versions=rivals.versions((*RIVALS, "nncf", "llama-cpp-python")),
         cases=_cases(QUICK if quick else Sizes(), patterns, model),
     )
 
@@ -203,16 +203,19 @@ def _cases(sizes: Sizes, patterns: list[str], checkpoint: Path | None) -> Iterat
     if any(is_selected(name, patterns) for name in _case_names("bert-base")):
         with random_checkpoint("base", torch.float32, like=demo, device="cpu") as base:
             yield from _model_cases("bert-base", base, sizes, patterns)
-    if is_selected(GENERATE_CASE, patterns):
-        measure_case = partial(
-            measure_generate,
-            sizes.num_prompts,
-            sizes.num_new_tokens,
-            min_rounds=sizes.min_rounds,
-            max_rounds=sizes.max_rounds,
-            seconds=sizes.seconds,
-        )
-        yield Case(GENERATE_CASE, "us/token", "fp32", measure_case)
+    counts = {GENERATE_CASE: sizes.num_prompts, **LLAMA_CASES}
+    for name, count in counts.items():
+        if is_selected(name, patterns):
+            is_llama = name in LLAMA_CASES
+            measure_case = partial(
+                measure_llama if is_llama else measure_generate,
+                count,
+                sizes.num_new_tokens,
+                min_rounds=sizes.min_rounds,
+                max_rounds=sizes.max_rounds,
+                seconds=sizes.seconds,
+            )
+            yield Case(name, "us/token", "bf16" if is_llama else "fp32", measure_case)
     if is_selected(SPARSE_CASE, patterns):
         yield Case(SPARSE_CASE, "us/text", "fp32", partial(_measure_sparse, sizes, demo))
 

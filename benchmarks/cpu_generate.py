@@ -1,4 +1,5 @@
-"""The generation case of suite `cpu`: a ragged batch of prompts, against transformers' generate."""
+"""The generation cases of suite `cpu`: a ragged batch of prompts against transformers' generate,
+and prompts of one length against llama.cpp."""
 
 import tempfile
 from collections.abc import Sequence
@@ -9,14 +10,17 @@ from typing import Any
 import torch
 
 import bytetx
-from benchmarks import measure, texts
-from benchmarks.causal import padded_generate
+from benchmarks import llama_cpp, measure, texts
+from benchmarks.causal import SHAPES, padded_generate, save_random_model
 from benchmarks.rivals import quiet
 from benchmarks.suite import Measurement, measured
 from bytetx.model import Model
 from bytetx.tasks.results import Generation
 
 CASE = "gpt2-124m-fp32-generate"
+# Sequences of 128 tokens that get more, SmolLM2-135M's shape in bf16.
+LLAMA_CASES = {f"smollm2-135m-bf16-generate-{count}": count for count in (1, 8, 32)}
+_LLAMA_PROMPT = 128
 _PROFILE = "ln128"
 _MAX_PROMPT = 512  # tokens, the profile's longest
 
@@ -59,6 +63,49 @@ def measure_generate(
     return measured(timing.found, None, sizes, notes, per=num_prompts * num_tokens / 1e6)
 
 
+def measure_llama(
+    num_prompts: int, num_tokens: int, *, min_rounds: int, max_rounds: int, seconds: float
+) -> Measurement:
+    """Greedy answers to prompts of one length; llama.cpp has the same weights in its own format."""
+    stem, config = SHAPES["smollm2-135m"]
+    prompts = texts.random_token_ids([_LLAMA_PROMPT] * num_prompts, vocab_size=config["vocab_size"])
+    missing, notes, rivals = llama_cpp.why_missing(), list[str](), {}
+    with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as name, quiet():
+        folder, path = Path(name), Path(name) / "model.gguf"
+        save_random_model(folder, stem, "ForCausalLM", config, dtype=torch.bfloat16)
+        model = bytetx.load(folder, device="cpu", dtype="bfloat16")
+        if missing is None:
+            llama_cpp.write_llama(folder, path)
+            theirs = llama_cpp.LlamaCpp(
+                path,
+                num_sequences=num_prompts,
+                max_tokens=_LLAMA_PROMPT + num_tokens,
+                num_threads=torch.get_num_threads(),
+            )
+            rivals[llama_cpp.NAME] = partial(theirs.generate, prompts, num_tokens)
+    params = bytetx.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+    def ours() -> Sequence[Generation]:
+        return Model(model.checkpoint).generate(prompts, params)
+
+    if missing is not None:
+        notes.append(missing)
+    else:
+        notes += _differences(
+            [list(answer.token_ids) for answer in ours()], rivals[llama_cpp.NAME](), llama_cpp.NAME
+        )
+    timing = measure.alternate(
+        ours, rivals, min_rounds=min_rounds, max_rounds=max_rounds, seconds=seconds
+    )
+    sizes: dict[str, int | float | str] = {
+        "prompts": num_prompts,
+        "prompt_tokens": _LLAMA_PROMPT * num_prompts,
+        "new_tokens": num_tokens,
+        "rounds": timing.rounds,
+    }
+    return measured(timing.found, None, sizes, notes, per=num_prompts * num_tokens / 1e6)
+
+
 def _prompts(count: int) -> list[list[int]]:
     lengths = texts.profile_lengths(_PROFILE, total_tokens=_MAX_PROMPT * count)[:count]
     return texts.random_token_ids(lengths, vocab_size=50257)
@@ -74,7 +121,9 @@ def _random_gpt2(folder: Path) -> Any:
     return model
 
 
-def _differences(ours: list[list[int]], theirs: list[list[int]]) -> tuple[str, ...]:
+def _differences(
+    ours: list[list[int]], theirs: list[list[int]], rival: str = "transformers"
+) -> tuple[str, ...]:
     """Return notes on answers that are not the same, token by token."""
     differing = sum(list(a) != list(b) for a, b in zip(ours, theirs, strict=True))
-    return (f"{differing} of {len(ours)} answers differ from transformers'",) if differing else ()
+    return (f"{differing} of {len(ours)} answers differ from those of {rival}",) * bool(differing)
