@@ -98,7 +98,10 @@ def _measure(shape: Shape, device: str, floor: Callable[[Any], float | None]) ->
         }
         model = bytetx.load(folder, batch_invariant=shape.batch_invariant, **options)
         own, alone = _runs(shape, model)
-        found = wall_us_in_turn({"ours": own, "unshared": alone}, rounds=_ROUNDS)
+        runs = {"ours": own, "unshared": alone}
+        if shape.pipeline:
+            runs["generate, one token"] = _generate(shape, model)
+        found = wall_us_in_turn(runs, rounds=_ROUNDS)
         if shape.batch_invariant:
             plain = bytetx.load(folder, **options)
             found["without batch_invariant"] = wall_us_in_turn(
@@ -171,6 +174,17 @@ def _call(shape: Shape, model: Model) -> Callable[[], object]:
         for _ in range(shape.texts):
             texts.append(context + rng.integers(100, _WORDS, shape.own).tolist())
     return lambda: model.score(texts)
+
+
+def _generate(shape: Shape, model: Model) -> Callable[[], object]:
+    """One greedy token after each prompt, by engines whose page caches start empty."""
+    chats = [
+        [{"role": "user", "content": f"{state}\n\n{instructions}\nAnswer Yes or No only."}]
+        for state, questions in ((one["state"], one["questions"]) for one in _requests(shape))
+        for instructions in (question["instructions"] for question in questions.values())
+    ]
+    params = bytetx.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    return lambda: Model(model.checkpoint).generate(chats, params)
 
 
 def _requests(shape: Shape) -> list[dict[str, Any]]:
