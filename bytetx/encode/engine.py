@@ -567,7 +567,12 @@ class EncodeEngine:
             )
             if self._is_closed:
                 return False
-            step = self._next_step() if self._may_launch() else None
+            step = None
+            if self._may_launch():
+                if not self._planned:
+                    taken = self._queue.take(self._step_tokens(), self._clock())
+                    self._planned += _steps_of(taken)
+                step = self._planned.popleft() if self._planned else None
         if step is not None:
             self._launch(step)
         if self._running and (
@@ -593,12 +598,6 @@ class EncodeEngine:
             return True
         since = self._clock() - self._last_end
         return not self._running and (since > _GATHER_S or not self._num_reading)
-
-    def _next_step(self) -> EncodeStep | None:
-        if not self._planned:
-            taken = self._queue.take(self._step_tokens(), self._clock())
-            self._planned += _steps_of(taken)
-        return self._planned.popleft() if self._planned else None
 
     def _step_tokens(self) -> int:
         """The budget of the next step: smaller while short calls come beside long ones."""

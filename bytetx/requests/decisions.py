@@ -356,6 +356,9 @@ class DecisionReader(InputReader):
         """Questions have their state in common."""
         return self._tokens_of(_num_characters(item))
 
+    def _tokens_of(self, num_characters: int) -> int:
+        return int(num_characters * self._tokens_per_character) + 1
+
     def read(self, inputs: Sequence[object], start: int) -> Window:
         errors: Errors = {}
         prompts = self._rendered(inputs, start, errors)

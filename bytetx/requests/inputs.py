@@ -70,17 +70,14 @@ class InputReader:
     def estimate_tokens(self, item: Input) -> int:
         """A guess of an input's tokens without tokenising it; at least 1, whatever was given."""
         if isinstance(item, str):
-            tokens = self._tokens_of(len(item))
+            tokens = int(len(item) * self._tokens_per_character) + 1
             return self._with_overlaps(tokens) if self.cuts else tokens
         if _is_pair(item):
-            return self._tokens_of(len(item[0]) + len(item[1]))
+            return int((len(item[0]) + len(item[1])) * self._tokens_per_character) + 1
         try:
             return len(item) or 1
         except (TypeError, OverflowError):  # no input at all, or range(10**30); read() names it
             return 1
-
-    def _tokens_of(self, num_characters: int) -> int:
-        return int(num_characters * self._tokens_per_character) + 1
 
     def estimate_work(self, item: Input, before: Input) -> int:
         """The same, less what it has in common with the input before it; at least 1."""
