@@ -58,8 +58,8 @@ class CpuStepLayers {  // made once from Python's NamedTuples
 // gate_blocks.
 struct CpuDecodeStepParams {
     const CpuStepLayers* layers;
-    const void* x;                // [batch_size, hidden_size], dtype: the embedded tokens
-    void* out;                    // as x
+    const void* x;  // [batch_size, hidden_size], dtype: the embedded tokens
+    void* out;      // as x
     StepNorm final_norm;
     const int32_t* position_ids;  // [batch_size]
     const int32_t* cu_seqlens;    // [batch_size + 1]: 0, 1, 2, ...
@@ -67,7 +67,7 @@ struct CpuDecodeStepParams {
     const int32_t* slot_mapping;  // [batch_size]; -1: nowhere
     const int32_t* page_table;    // [batch_size, max_pages]
     const float* alibi_slopes;    // [num_heads], or null for none
-    void* workspace;  // cpu_decode_step_workspace_bytes(), 64-byte aligned, any content
+    void* workspace;              // cpu_decode_step_workspace_bytes(), 64-byte aligned, any content
     int64_t workspace_bytes;
     int64_t batch_size;
     int64_t num_pages;

@@ -27,8 +27,8 @@ struct PanelMatrix {
 // cpu only, on processors with AVX2. d = act(x @ w.T + bias) for few rows: the weight is read once.
 // A result depends on its row and output alone, bit for bit.
 struct PanelLinearParams {
-    const void* x;  // [m, k], dtype, contiguous
-    void* d;        // [m, n]
+    const void* x;    // [m, k], dtype, contiguous
+    void* d;          // [m, n]
     void* workspace;  // panel_linear_workspace_bytes(), 64-byte aligned, any content
     int64_t workspace_bytes;
     int64_t m;
@@ -46,7 +46,7 @@ struct GateBlocksParams {
     const void* both;  // [m, 2 * n], dtype, contiguous
     void* out;         // [m, n]
     int64_t m;
-    int64_t n;      // a multiple of block
+    int64_t n;  // a multiple of block
     int64_t block;
     Activation activation;
     DType dtype;  // f32 or bf16

@@ -42,8 +42,7 @@ struct PagedWork {
         if (!is_decode(sequence)) return tiles(sequence);
         const int64_t num_keys = in.num_keys(sequence) - first_key(in, sequence);
         const int64_t keys_an_item = (num_keys - 1) / num_runs(sequence) + 1;
-        return {num_items(sequence),
-                keys_an_item * kv_heads * in.head_dim * kReadCost + kItemCost};
+        return {num_items(sequence), keys_an_item * kv_heads * in.head_dim * kReadCost + kItemCost};
     }
     // As large items as still keep the threads busy: rows of k and v hold all heads.
     void cut(int64_t batch_size, int num_threads) {

@@ -10,13 +10,12 @@
 //             runs ended, int32 [batch_size, num_kv_heads] | partial results [sequence, run, head]
 //             | scratch of thread 0, 1, ...
 // The kernels are in attention_kernel.h and attention_decode.h.
-#include "cpu/paged.h"
-
 #include <bit>
 #include <stdexcept>
 #include <string>
 
 #include "cpu/isa.h"
+#include "cpu/paged.h"
 
 namespace bytetx {
 namespace cpu {
@@ -138,14 +137,13 @@ PagedAttention::PagedAttention(const PagedAttentionParams& p, const Launch& laun
 }
 
 void PagedAttention::run(int num_threads) {
-    queue_.run(num_threads, workspace_ + layout_.scratch, scratch_bytes(in_.head_dim),
-               [&](int32_t sequence, int64_t index, float* own) {
-                   run_item(in_, sequence, index, own);
-               });
+    queue_.run(
+        num_threads, workspace_ + layout_.scratch, scratch_bytes(in_.head_dim),
+        [&](int32_t sequence, int64_t index, float* own) { run_item(in_, sequence, index, own); });
 }
 
-void PagedAttention::run_layer(Team& team, int32_t thread, const void* k_cache,
-                               const void* v_cache, float softmax_scale) {
+void PagedAttention::run_layer(Team& team, int32_t thread, const void* k_cache, const void* v_cache,
+                               float softmax_scale) {
     AttentionInput in = in_;
     in.softmax_scale = softmax_scale;
     in.k = k_cache;
@@ -156,9 +154,8 @@ void PagedAttention::run_layer(Team& team, int32_t thread, const void* k_cache,
     const auto run = [&](int32_t sequence, int64_t index, float* scratch) {
         run_item(in, sequence, index, scratch);
     };
-    team.share(num_draws, 1, [&](int64_t draw, int64_t) {
-        queue_.run_draw(draw, num_draws, own, run);
-    });
+    team.share(num_draws, 1,
+               [&](int64_t draw, int64_t) { queue_.run_draw(draw, num_draws, own, run); });
 }
 
 void PagedAttention::run_item(const AttentionInput& in, int32_t sequence, int64_t index,

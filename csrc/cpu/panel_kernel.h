@@ -82,8 +82,8 @@ inline void sum_rows(const PanelBlock& b, int64_t row, int64_t column, int num_r
     if (num_rows == kRows) {
         return sum_tile<Format, kRows, kNumVectors>(
             b.rows + row * b.row_words, b.row_words, b.weight + column, b.columns, steps,
-            row == 0 ? b.columns * kBlockSteps : 0, starts,
-            b.sums + row * kBlockColumns + column, kBlockColumns);
+            row == 0 ? b.columns * kBlockSteps : 0, starts, b.sums + row * kBlockColumns + column,
+            kBlockColumns);
     }
     if constexpr (kRows > 1) {
         sum_rows<Format, kRows - 1, kNumVectors>(b, row, column, num_rows, steps, starts);
@@ -162,12 +162,12 @@ inline void multiply_strips(const PanelProduct& p, int64_t first, int64_t last) 
         const int64_t panel = column / w.columns, rest = (panel + 1) * w.columns - column;
         int64_t num_columns = rest < stop - column ? rest : stop - column;
         if (num_columns > kBlockColumns) num_columns = kBlockColumns;
-        const auto* weight = static_cast<const uint32_t*>(w.weight) + panel * panel_words +
-                             column % w.columns;
+        const auto* weight =
+            static_cast<const uint32_t*>(w.weight) + panel * panel_words + column % w.columns;
         for (int64_t row = 0; row < p.m; row += kBlockRows) {
             const int64_t num_rows = p.m - row < kBlockRows ? p.m - row : kBlockRows;
             const PanelBlock b{p.rows + row * words, words, weight, w.columns, num_rows,
-                               num_columns, sums};
+                               num_columns,          sums};
             sum_block<Format>(b, w, totals);
             finish_block<T>(p, b, row, column);
         }

@@ -62,7 +62,8 @@ PanelKernels panel_kernels(Isa isa, DType dtype, bool has_bf16_dot) {
 
 int64_t strips_of_task(const PanelMatrix& w, int num_threads) {
     constexpr int64_t kTasksAThread = 4;  // so that none waits long for the last one
-    const int64_t tasks = kTasksAThread * std::max(num_threads, 1), panel = w.columns / kStripColumns;
+    const int64_t tasks = kTasksAThread * std::max(num_threads, 1),
+                  panel = w.columns / kStripColumns;
     const int64_t strips = std::max(num_strips(w) / tasks, int64_t{1});
     return strips > panel ? strips / panel * panel : strips;
 }
@@ -74,8 +75,8 @@ void check_panels(const char* op, const PanelMatrix& w, DType dtype) {
         return;
     }
     throw std::invalid_argument(std::string(op) + ": not a matrix in panels, n " +
-                                std::to_string(w.n) + ", k " + std::to_string(w.k) +
-                                ", features " + std::to_string(w.features) + ", columns " +
+                                std::to_string(w.n) + ", k " + std::to_string(w.k) + ", features " +
+                                std::to_string(w.features) + ", columns " +
                                 std::to_string(w.columns) + ", chain " + std::to_string(w.chain));
 }
 
@@ -90,8 +91,7 @@ int64_t panel_linear_workspace_bytes(int64_t m, int64_t k) {
 void panel_linear(const PanelLinearParams& p, const Launch& launch) {
     using namespace cpu;
     check_panels("panel_linear", p.w, p.dtype);
-    const PanelKernels kernels =
-        panel_kernels(resolve_isa(launch.isa), p.dtype, p.w.has_bf16_dot);
+    const PanelKernels kernels = panel_kernels(resolve_isa(launch.isa), p.dtype, p.w.has_bf16_dot);
     if (kernels.multiply == nullptr) {
         throw std::runtime_error("panel_linear: no kernel for this dtype and instruction set");
     }

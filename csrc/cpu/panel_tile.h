@@ -1,8 +1,9 @@
 // Sums of products of some rows with some outputs of a panel, in vectors of outputs.
 //
-// A format says what a word of a panel and of a row holds. A step reads one word of each output, and
-// as many features of every row as it stands for; a row's words are 32 bits, f32 or a pair of bf16. All of k, or each `chain` of it, is one chain of
-// f32 sums, so that a result depends on nothing but its own row and output.
+// A format says what a word of a panel and of a row holds. A step reads one word of each output,
+// and as many features of every row as it stands for; a row's words are 32 bits, f32 or a pair of
+// bf16. All of k, or each `chain` of it, is one chain of f32 sums, so that a result depends on
+// nothing but its own row and output.
 #pragma once
 
 #include "cpu/simd_math.h"
@@ -106,9 +107,9 @@ struct Bf16DotWords {
 // weight: of the first step, `step` words from one to the next; those that lie `ahead` words behind
 // are fetched into L1.
 template <class Format, int kRows, int kVectors>
-[[gnu::noinline]] inline void sum_tile(const float* rows, int64_t stride, const uint32_t* weight, int64_t step,
-                     int64_t num_steps, int64_t ahead, bool starts, float* sums,
-                     int64_t sums_stride) {
+[[gnu::noinline]] inline void sum_tile(const float* rows, int64_t stride, const uint32_t* weight,
+                                       int64_t step, int64_t num_steps, int64_t ahead, bool starts,
+                                       float* sums, int64_t sums_stride) {
     Vec acc[kRows][kVectors];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {

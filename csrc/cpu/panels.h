@@ -21,7 +21,7 @@ inline int64_t panel_row_words(int64_t k) { return (k + 15) / 16 * 16; }
 struct PanelProduct {
     PanelMatrix w;
     const float* rows;  // [m] of panel_row_words(w.k) words, from stage()
-    void* d;               // [m, n], dtype
+    void* d;            // [m, n], dtype
     int64_t m;
     Activation activation;
 };

@@ -143,8 +143,7 @@ void run_team(int32_t num_threads, void (*body)(void* data, Team& team, int32_t 
               void* data) {
     static const GompParallel gomp_parallel = find_gomp_parallel();
     static const auto team_size = find_beside<int (*)()>(gomp_parallel, "omp_get_num_threads");
-    static const auto thread_number =
-        find_beside<int (*)()>(gomp_parallel, "omp_get_thread_num");
+    static const auto thread_number = find_beside<int (*)()>(gomp_parallel, "omp_get_thread_num");
     const bool has_pool = gomp_parallel != nullptr;
     if (num_threads <= 1 || (has_pool && (team_size == nullptr || thread_number == nullptr))) {
         Team alone(1);
