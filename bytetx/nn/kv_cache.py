@@ -1,8 +1,12 @@
 """KvCache: the pages that hold every layer's keys and values while sequences are generated."""
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+_ALIGNMENT = 64  # bytes, of a row of pages on a CPU: a line of its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,12 @@ def allocate_cache(
     shape = (num_pages, page_size, num_kv_heads, head_dim)
 
     def pages() -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        if torch.device(device).type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # The system's own zeros: memory that no token was written to is not taken.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
     return KvCache(tuple(LayerCache(pages(), pages()) for _ in range(num_layers)))
