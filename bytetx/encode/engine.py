@@ -592,9 +592,10 @@ class EncodeEngine:
         take the time in which texts are read. So only a full step waits behind one, and after one
         what is being read is waited for.
         """
-        if self._planned or not self._queue or len(self._running) >= _STEPS_IN_FLIGHT:
-            return bool(self._planned) and len(self._running) < _STEPS_IN_FLIGHT
-        if not self._has_shared or self._queue.queued_tokens >= self.token_budget:
+        if len(self._running) >= _STEPS_IN_FLIGHT or not (self._planned or self._queue):
+            return False
+        is_full = self._queue.queued_tokens >= self.token_budget
+        if self._planned or is_full or not self._has_shared:
             return True
         since = self._clock() - self._last_end
         return not self._running and (since > _GATHER_S or not self._num_reading)

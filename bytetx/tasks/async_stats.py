@@ -1,20 +1,17 @@
 """AsyncStats: counts of an AsyncModel's engines."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from bytetx.encode.engine import EncodeEngine
-from bytetx.encode.request import StepStats
+from bytetx.encode.request import EngineCounts, StepStats
 
-_COUNTS: tuple[str, ...] = ("num_done", "num_failed", "num_dropped", "num_refused", "total_tokens")
-_COUNTS += (
-    "computed_tokens",
-    "padded_tokens",
-    "num_steps",
+_COUNTS = (
+    *EngineCounts.__dataclass_fields__,
     "num_draft_tokens",
     "num_accepted_tokens",
+    "prefix_saved_tokens",
 )
-_COUNTS += ("prefix_saved_tokens",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +80,7 @@ def engine_stats(engine: EncodeEngine) -> AsyncStats:
         num_running=engine.num_running,
         num_calls=engine.num_calls,
         tokens_per_second=engine.tokens_per_second,
-        num_done=counts.num_done,
-        num_failed=counts.num_failed,
-        num_dropped=counts.num_dropped,
-        num_refused=counts.num_refused,
-        total_tokens=counts.total_tokens,
-        computed_tokens=counts.computed_tokens,
-        padded_tokens=counts.padded_tokens,
-        num_steps=counts.num_steps,
+        **asdict(counts),
         prefix_saved_tokens=0 if prefixes is None else prefixes.saved_tokens,
         prefix_cache_bytes=0 if prefixes is None else prefixes.num_bytes,
         recent=recent,
