@@ -145,14 +145,16 @@ def _work(spec: Any, shape: Shape) -> Work:
 def _runs(shape: Shape, model: Model) -> tuple[Callable[[], object], Callable[[], object]]:
     """The call of a case, and the same with prefixes computed for each text."""
     run = _call(shape, model)
-    runner = model.encoder.runner
+    engine = model.encoder
+    runner = engine.runner
 
     def alone() -> object:
         multiple, runner.prefix_multiple = runner.prefix_multiple, 0
+        engine.shares_prefixes = False
         try:
             return run()
         finally:
-            runner.prefix_multiple = multiple
+            runner.prefix_multiple, engine.shares_prefixes = multiple, multiple > 0
 
     return run, alone
 
