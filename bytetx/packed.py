@@ -61,6 +61,64 @@ class Past:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSegments:
+    """Consecutive rows of a batch that have one owner of several; other rows have none.
+
+    starts, stops, owners: int64 [num_segments], ascending; a segment is rows start to stop - 1, and
+    owners[i] is the number of its owner, below num_owners.
+    """
+
+    starts: np.ndarray
+    stops: np.ndarray
+    owners: np.ndarray
+    num_owners: int
+
+    def rows_of(self, owner: int) -> slice | torch.Tensor:
+        """The rows of an owner: a slice where they are consecutive, else int64 on the host."""
+        own = np.flatnonzero(self.owners == owner)
+        starts, stops = self.starts[own], self.stops[own]
+        if not len(own):
+            return slice(0, 0)
+        if (starts[1:] == stops[:-1]).all():
+            return slice(int(starts[0]), int(stops[-1]))
+        ranges = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
+        return torch.from_numpy(np.concatenate(ranges))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterRows:
+    """The adapters of a batch, each once, and the rows of each; the other rows are the base's.
+
+    adapters: what the transformer that runs the batch was given of them.
+    """
+
+    adapters: tuple[object, ...]
+    segments: RowSegments
+
+    @classmethod
+    def of(cls, adapters: np.ndarray | None) -> "AdapterRows | None":
+        """adapters: object [num_rows], each row's or None. None where no row has one."""
+        if adapters is None:
+            return None
+        numbers: dict[int, int] = {}
+        found: list[object] = []
+        for adapter in adapters.tolist():
+            if adapter is not None and id(adapter) not in numbers:
+                numbers[id(adapter)] = len(found)
+                found.append(adapter)
+        if not found:
+            return None
+        owners = np.fromiter(
+            (numbers.get(id(adapter), -1) for adapter in adapters), np.int64, len(adapters)
+        )
+        bounds = np.concatenate([[0], np.flatnonzero(np.diff(owners)) + 1, [len(owners)]])
+        starts, stops = bounds[:-1], bounds[1:]
+        own = owners[starts] >= 0
+        segments = RowSegments(starts[own], stops[own], owners[starts][own], len(found))
+        return cls(tuple(found), segments)
+
+
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """A batch of variable-length sequences as one row of real tokens; no pad token exists.
@@ -83,6 +141,7 @@ class PackedBatch:
         sequence's own tokens, max_seqlen and positions those of its ancestors, too.
     computed: the sequences of the tree that are keys alone, in their order; on the device.
     shared: the same tokens with each common prefix once; a forward pass computes it instead.
+    adapters: of its rows, where some have one.
     """
 
     input_ids: torch.Tensor
@@ -100,6 +159,7 @@ class PackedBatch:
     tree: SequenceTree | None = None
     computed: "tuple[ComputedTokens, ...]" = ()
     shared: "SharedPrefixes | None" = None
+    adapters: AdapterRows | None = None
 
     @property
     def host(self) -> "PackedBatch | None":

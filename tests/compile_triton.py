@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -23,6 +24,7 @@ from bytetx.ops.triton_kernels import (
     gemm,
     late_interaction,
     launch,
+    low_rank,
     norms,
     padding,
     paged,
@@ -30,9 +32,10 @@ from bytetx.ops.triton_kernels import (
     sampling,
     sequences,
 )
+from bytetx.packed import RowSegments
 
 MODULES = (
-    *(attention, disentangled, gemm, late_interaction, norms),
+    *(attention, disentangled, gemm, late_interaction, low_rank, norms),
     *(padding, paged, rows, sampling, sequences),
 )
 POINTERS = {
@@ -147,6 +150,10 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         wide = torch.empty(4 * width, width, dtype=dtype)
         activations = torch.empty(m, width, dtype=dtype)
         triton_kernels.linear(activations, wide, wide[:, 0], activation="gelu", residual=None)
+    bounds = np.array([0, 1, total - 1, total])
+    segments = RowSegments(bounds[:-1], bounds[1:], np.array([0, 1, 0]), 2)
+    factors = [(torch.empty(rank, width, dtype=dtype), wide[:, :rank]) for rank in (16, 5)]
+    triton_kernels.add_low_rank(torch.empty(total, 4 * width, dtype=dtype), x, segments, factors)
     triton_kernels.gate_rows(x, width // 2, block=32, activation="silu")
     cos = torch.empty(99, head_dim // 2)
     triton_kernels.rotary(q, cos, cos, ids, is_interleaved=False)
