@@ -8,23 +8,32 @@
 
 namespace bytetx {
 
+// How a weight lies in memory.
+enum class PanelFormat : int32_t {
+    words,     // f32 or bf16
+    bf16_dot,  // bf16, multiplied by the processor's instruction for it (vdpbf16ps), not in f32
+    int8,      // codes of 8 bits in groups of 32 features, see cpu/group_kernel.h
+    int4,      // codes of 4 bits
+};
+
 // A linear layer's weight [n, k] as vectors of outputs: [panels, features, columns], where a panel
 // has `columns` outputs and bf16 keeps 2 neighbouring features of an output behind one another.
 // Outputs are filled up to whole panels and features to `features`; what fills them up counts as
 // zero and may be anything finite.
 struct PanelMatrix {
-    const void* weight;  // f32 or bf16, 64-byte aligned
-    const void* bias;    // [n], as weight, or null for none
+    const void* weight;   // 64-byte aligned
+    const void* bias;     // [n], dtype of the rows, or null for none
+    const float* factor;  // [n], of every output's codes; null where there are no codes
     int64_t n;
     int64_t k;
-    int64_t features;  // k or more, even in bf16
-    int32_t columns;   // a multiple of 16
-    int32_t chain;     // features of a chain of f32 sums, even in bf16; chains are added in order
-    // bf16: by the processor's instruction for it (vdpbf16ps), not in f32
-    bool has_bf16_dot;
+    int64_t features;  // k or more, even in bf16, whole groups of codes
+    int32_t columns;   // a multiple of 16; of codes 16
+    // Features of a chain of f32 sums, even in bf16; chains are added in order. Codes have none.
+    int32_t chain;
+    PanelFormat format;
 };
 
-// cpu only, on processors with AVX2. d = act(x @ w.T + bias) for few rows: the weight is read once.
+// cpu only, on processors with AVX2. d = act(x @ w.T + bias): for few rows the weight is read once.
 // A result depends on its row and output alone, bit for bit.
 struct PanelLinearParams {
     const void* x;    // [m, k], dtype, contiguous
@@ -34,7 +43,7 @@ struct PanelLinearParams {
     int64_t m;
     PanelMatrix w;
     Activation activation;
-    DType dtype;  // f32 or bf16, the weight's as well
+    DType dtype;  // f32 or bf16, and the weight's where it has no codes
 };
 
 int64_t panel_linear_workspace_bytes(int64_t m, int64_t k);

@@ -71,12 +71,13 @@ class PagedPlanParams(NamedTuple):
 class PanelMatrix(NamedTuple):
     weight: Pointer
     bias: Pointer
+    factor: Pointer
     n: int
     k: int
     features: int
     columns: int
     chain: int
-    has_bf16_dot: bool
+    format: int
 
 
 class StepNorm(NamedTuple):

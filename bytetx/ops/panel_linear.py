@@ -8,6 +8,8 @@ from bytetx.ops.native_params import PanelMatrix
 from bytetx.ops.registry import Operation
 
 _CPU = torch.device("cpu")
+# PanelFormat of csrc/panel_ops.h.
+WORDS, BF16_DOT, INT8, INT4 = range(4)
 
 
 def why_no_panels() -> str | None:

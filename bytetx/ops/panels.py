@@ -10,7 +10,7 @@ import torch
 
 from bytetx.ops.linear import LinearWeight, has_fixed_bf16
 from bytetx.ops.native_params import PanelMatrix
-from bytetx.ops.panel_linear import has_bf16_dot, panel_linear, why_no_panels
+from bytetx.ops.panel_linear import BF16_DOT, WORDS, has_bf16_dot, panel_linear, why_no_panels
 
 _OUR_COLUMNS = 32  # as pack_bf16_weight lays them out
 # What oneDNN has: outputs of a panel, features of a chain of sums (0: all), and those that a panel
@@ -28,12 +28,12 @@ class _PanelLayout:
     features: int
     columns: int
     chain: int
-    has_bf16_dot: bool
+    format: int
 
     def of(self, w: LinearWeight, address: int) -> PanelMatrix:
         """Point into w's memory, which the caller keeps."""
-        sizes = (self.features, self.columns, self.chain, self.has_bf16_dot)
-        return PanelMatrix(address, w.bias, w.n, w.k, *sizes)
+        sizes = (self.features, self.columns, self.chain, self.format)
+        return PanelMatrix(address, w.bias, None, w.n, w.k, *sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PanelFinder:
             return None
         if w.weight.dtype == torch.int32:  # pack_bf16_weight's
             even = w.k + w.k % 2
-            layout = _PanelLayout(even, _OUR_COLUMNS, chain=even, has_bf16_dot=False)
+            layout = _PanelLayout(even, _OUR_COLUMNS, chain=even, format=WORDS)
             return layout.of(w, w.weight.data_ptr())
         key = (w.n, w.k, w.dtype, w.bias is None)
         if key not in self._found:
@@ -88,9 +88,9 @@ def _layouts(w: LinearWeight) -> list[_PanelLayout]:
             continue
         if is_half and features % 2:
             continue
-        for by_dot in (True, False) if is_half and has_bf16_dot() else (False,):
+        for form in (BF16_DOT, WORDS) if is_half and has_bf16_dot() else (WORDS,):
             chains = [chain or features + features % 2 for chain in _CHAINS if chain < w.k]
-            found += [_PanelLayout(features, columns, chain, by_dot) for chain in chains]
+            found += [_PanelLayout(features, columns, chain, form) for chain in chains]
     return found
 
 

@@ -15,6 +15,7 @@
 //             that of attention, for each window
 // Bound by: the weights' way from memory.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -173,11 +174,14 @@ struct Step {
     const Launch& launch;
     Team& team;
     const RowKernels& rows;
-    PanelKernels words;  // for products without bf16's own instruction, and gates
-    PanelKernels dots;
+    std::array<PanelKernels, 4> kernels;  // by PanelFormat; those of words for gates, too
     const StepLayout& layout;
     const std::vector<int32_t>& windows;
     const std::vector<std::unique_ptr<PagedAttention>>& attention;
+
+    const PanelKernels& of(PanelFormat format) const {
+        return kernels[static_cast<size_t>(format)];
+    }
 };
 
 // One thread's way through the layers.
@@ -246,7 +250,7 @@ class Worker {
     }
 
     void multiply(const PanelMatrix& w, const void* x, void* d, Activation activation) {
-        const PanelKernels& kernels = w.has_bf16_dot ? step_.dots : step_.words;
+        const PanelKernels& kernels = step_.of(w.format);
         kernels.stage(x, p_.batch_size, w.k, staged_);
         const PanelProduct product{w, staged_, d, p_.batch_size, activation};
         step_.team.share(
@@ -308,7 +312,8 @@ class Worker {
         const int64_t pieces = (g.n + kColumns - 1) / kColumns;
         step_.team.share(g.m * pieces, 1, [&](int64_t task, int64_t) {
             const int64_t begin = task % pieces * kColumns;
-            step_.words.gate(g, task / pieces, begin, std::min(begin + kColumns, g.n));
+            step_.of(PanelFormat::words)
+                .gate(g, task / pieces, begin, std::min(begin + kColumns, g.n));
         });
     }
 
@@ -368,12 +373,16 @@ void cpu_decode_step(const CpuDecodeStepParams& p, const Launch& launch) {
         refuse("the workspace is too small");
     }
     const Isa isa = resolve_isa(launch.isa);
-    const PanelKernels words = panel_kernels(isa, p.dtype, false);
-    const PanelKernels dots = panel_kernels(isa, p.dtype, true);
-    if (words.multiply == nullptr) refuse("no kernel for this instruction set");
+    std::array<PanelKernels, 4> kernels;
+    for (int i = 0; i < 4; ++i) {
+        kernels[i] = panel_kernels(isa, p.dtype, static_cast<PanelFormat>(i));
+    }
+    if (kernels[0].multiply == nullptr) refuse("no kernel for this instruction set");
     for (const CpuStepLayer& layer : p.layers->layers()) {
         for (const PanelMatrix* w : {&layer.qkv, &layer.attn_out, &layer.ffn_in, &layer.ffn_out}) {
-            if (w->has_bf16_dot && dots.multiply == nullptr) refuse("no kernel for has_bf16_dot");
+            if (kernels[static_cast<size_t>(w->format)].multiply == nullptr) {
+                refuse("no kernel for this instruction set and format of weights");
+            }
         }
     }
     const StepLayout layout(p, launch.num_threads);
@@ -391,7 +400,7 @@ void cpu_decode_step(const CpuDecodeStepParams& p, const Launch& launch) {
     }
     const RowKernels& rows = row_kernels(isa);
     with_team(launch.num_threads, [&](Team& team, int32_t thread) {
-        const Step step{p, launch, team, rows, words, dots, layout, windows, attention};
+        const Step step{p, launch, team, rows, kernels, layout, windows, attention};
         Worker(step, thread).run();
     });
 }

@@ -20,17 +20,26 @@ extern const PanelKernelTable kPanelKernels;
 #if defined(BYTETX_HAS_AVX512)
 namespace avx512 {
 extern const PanelKernelTable kPanelKernels;
-}
+extern const GroupKernelTable kGroupKernels;
+}  // namespace avx512
 #endif
 #if defined(BYTETX_HAS_AVX2)
 namespace avx2 {
 extern const PanelKernelTable kPanelKernels;
+extern const GroupKernelTable kGroupKernels;
+}  // namespace avx2
+#endif
+
+#if defined(BYTETX_HAS_AVX512VNNI)
+namespace avx512_vnni {
+extern const GroupKernelTable kGroupKernels;
 }
 #endif
 
 namespace {
 
-constexpr int64_t kGatesPerPiece = 1 << 13;  // 5 to 10 us of work
+constexpr int64_t kGatesPerPiece = 1 << 13;   // 5 to 10 us of work
+constexpr int64_t kStagedFeatures = 1 << 15;  // 5 to 20 us of work
 
 struct NamedTable {
     const PanelKernelTable* table;
@@ -51,13 +60,35 @@ NamedTable find_table(Isa isa) {
     return {nullptr, nullptr};
 }
 
+const GroupKernelTable* find_groups(Isa isa) {
+#if defined(BYTETX_HAS_AVX512VNNI)
+    if (has(isa, Isa::avx512_vnni)) return &avx512_vnni::kGroupKernels;
+#endif
+#if defined(BYTETX_HAS_AVX512)
+    if (has(isa, Isa::avx512)) return &avx512::kGroupKernels;
+#endif
+#if defined(BYTETX_HAS_AVX2)
+    if (has(isa, Isa::avx2)) return &avx2::kGroupKernels;
+#endif
+    static_cast<void>(isa);
+    return nullptr;
+}
+
 }  // namespace
 
-PanelKernels panel_kernels(Isa isa, DType dtype, bool has_bf16_dot) {
+PanelKernels panel_kernels(Isa isa, DType dtype, PanelFormat format) {
+    if (dtype == DType::f16) return {};
+    const bool is_f32 = dtype == DType::f32;
+    if (has_codes(format)) {
+        const GroupKernelTable* table = find_groups(isa);
+        if (table == nullptr) return {};
+        if (format == PanelFormat::int8) return is_f32 ? table->int8_f32 : table->int8_bf16;
+        return is_f32 ? table->int4_f32 : table->int4_bf16;
+    }
     const PanelKernelTable* table = find_table(isa).table;
-    if (table == nullptr || dtype == DType::f16) return {};
-    if (dtype == DType::f32) return table->f32;
-    return has_bf16_dot ? table->bf16_dot : table->bf16;
+    if (table == nullptr) return {};
+    if (is_f32) return table->f32;
+    return format == PanelFormat::bf16_dot ? table->bf16_dot : table->bf16;
 }
 
 int64_t strips_of_task(const PanelMatrix& w, int num_threads) {
@@ -69,11 +100,16 @@ int64_t strips_of_task(const PanelMatrix& w, int num_threads) {
 }
 
 void check_panels(const char* op, const PanelMatrix& w, DType dtype) {
-    const bool is_even = dtype == DType::f32 || (w.features % 2 == 0 && w.chain % 2 == 0);
-    if (w.n >= 1 && w.k >= 1 && w.features >= w.k && w.columns >= kStripColumns &&
-        w.columns % kStripColumns == 0 && w.chain >= 1 && is_even) {
-        return;
+    bool fits = w.n >= 1 && w.k >= 1 && w.features >= w.k;
+    if (has_codes(w.format)) {
+        fits = fits && w.features == panel_row_words(w.k) && w.columns == kStripColumns &&
+               w.factor != nullptr;
+    } else {
+        const bool is_even = dtype == DType::f32 || (w.features % 2 == 0 && w.chain % 2 == 0);
+        fits = fits && w.columns >= kStripColumns && w.columns % kStripColumns == 0 &&
+               w.chain >= 1 && is_even;
     }
+    if (fits) return;
     throw std::invalid_argument(std::string(op) + ": not a matrix in panels, n " +
                                 std::to_string(w.n) + ", k " + std::to_string(w.k) + ", features " +
                                 std::to_string(w.features) + ", columns " +
@@ -91,7 +127,7 @@ int64_t panel_linear_workspace_bytes(int64_t m, int64_t k) {
 void panel_linear(const PanelLinearParams& p, const Launch& launch) {
     using namespace cpu;
     check_panels("panel_linear", p.w, p.dtype);
-    const PanelKernels kernels = panel_kernels(resolve_isa(launch.isa), p.dtype, p.w.has_bf16_dot);
+    const PanelKernels kernels = panel_kernels(resolve_isa(launch.isa), p.dtype, p.w.format);
     if (kernels.multiply == nullptr) {
         throw std::runtime_error("panel_linear: no kernel for this dtype and instruction set");
     }
@@ -100,7 +136,12 @@ void panel_linear(const PanelLinearParams& p, const Launch& launch) {
     }
     if (p.m == 0) return;
     auto* rows = static_cast<float*>(p.workspace);
-    kernels.stage(p.x, p.m, p.w.k, rows);
+    const int64_t item = p.dtype == DType::f32 ? 4 : 2, row_words = panel_row_words(p.w.k);
+    parallel_for(p.m, kStagedFeatures / p.w.k + 1, launch.num_threads,
+                 [&](int64_t begin, int64_t end) {
+                     const auto* x = static_cast<const char*>(p.x) + begin * p.w.k * item;
+                     kernels.stage(x, end - begin, p.w.k, rows + begin * row_words);
+                 });
     const PanelProduct product{p.w, rows, p.d, p.m, p.activation};
     parallel_for(num_strips(p.w), strips_of_task(p.w, launch.num_threads), launch.num_threads,
                  [&](int64_t begin, int64_t end) { kernels.multiply(product, begin, end); });
@@ -108,7 +149,7 @@ void panel_linear(const PanelLinearParams& p, const Launch& launch) {
 
 void gate_blocks(const GateBlocksParams& p, const Launch& launch) {
     using namespace cpu;
-    const auto gate = panel_kernels(resolve_isa(launch.isa), p.dtype, false).gate;
+    const auto gate = panel_kernels(resolve_isa(launch.isa), p.dtype, PanelFormat::words).gate;
     if (gate == nullptr) {
         throw std::runtime_error("gate_blocks: no kernel for this dtype and instruction set");
     }

@@ -14,8 +14,19 @@ inline int64_t num_strips(const PanelMatrix& w) {
     return (w.n + kStripColumns - 1) / kStripColumns;
 }
 
-// 32-bit words of a row as the kernels read it.
-inline int64_t panel_row_words(int64_t k) { return (k + 15) / 16 * 16; }
+// Codes: features that share a scale, and bytes of such a group of 16 outputs.
+constexpr int64_t kGroupFeatures = 32;
+constexpr int64_t kGroupBytes8 = kStripColumns * (kGroupFeatures + 2);
+constexpr int64_t kGroupBytes4 = kStripColumns * (kGroupFeatures / 2 + 4);
+
+inline bool has_codes(PanelFormat format) {
+    return format == PanelFormat::int8 || format == PanelFormat::int4;
+}
+
+// 32-bit words of a row as the kernels read it: whole groups.
+inline int64_t panel_row_words(int64_t k) {
+    return (k + kGroupFeatures - 1) / kGroupFeatures * kGroupFeatures;
+}
 
 // act(rows @ w.T + bias) of staged rows.
 struct PanelProduct {
@@ -40,8 +51,12 @@ struct PanelKernelTable {
     PanelKernels f32, bf16, bf16_dot;
 };
 
-// has_bf16_dot: as of PanelMatrix. isa: resolved.
-PanelKernels panel_kernels(Isa isa, DType dtype, bool has_bf16_dot);
+struct GroupKernelTable {  // without gate
+    PanelKernels int8_f32, int8_bf16, int4_f32, int4_bf16;
+};
+
+// isa: resolved.
+PanelKernels panel_kernels(Isa isa, DType dtype, PanelFormat format);
 
 // Strips of a thread's piece of work, whole panels where there are enough of them.
 int64_t strips_of_task(const PanelMatrix& w, int num_threads);

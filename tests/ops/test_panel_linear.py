@@ -8,7 +8,7 @@ from bytetx.ops.bf16_linear import bf16_linear, pack_bf16_weight
 from bytetx.ops.gated import BLOCK
 from bytetx.ops.linear import ACTIVATIONS, prepare_linear
 from bytetx.ops.native_params import PanelMatrix
-from bytetx.ops.panel_linear import gate_blocks, panel_linear, why_no_panels
+from bytetx.ops.panel_linear import WORDS, gate_blocks, panel_linear, why_no_panels
 from bytetx.ops.panels import PanelFinder
 
 pytestmark = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def panels(
     filled = torch.zeros(outputs, features, dtype=weight.dtype)
     filled[:n, :k] = weight
     laid = filled.view(-1, columns, features // pair, pair).transpose(1, 2).contiguous()
-    return PanelMatrix(laid, bias, n, k, features, columns, chain, False), laid
+    return PanelMatrix(laid, bias, None, n, k, features, columns, chain, WORDS), laid
 
 
 def operands(
@@ -136,7 +136,7 @@ def test_panels_of_a_prepacked_weight_give_its_bits(
 def test_panels_have_the_bits_of_the_kernel_for_many_rows() -> None:
     x, weight, bias = operands(30, 70, 51, torch.bfloat16)
     packed = pack_bf16_weight(weight)
-    w = PanelMatrix(packed, bias, 70, 51, 52, 32, 52, False)
+    w = PanelMatrix(packed, bias, None, 70, 51, 52, 32, 52, WORDS)
     for index in range(len(ACTIVATIONS)):
         wanted = bf16_linear(x, packed, bias, n=70, activation=index, is_packed=True)
         assert torch.equal(panel_linear(x, w, activation=index), wanted)

@@ -1,0 +1,371 @@
+// The kernel of products with weights of 8 and 4 bits in groups: rows to 8 bits, products in
+// integers, sums of groups in f32.
+//
+// Formula: with a group's row about a q and its weights s c + m, a result is
+//   act(factor * sum over groups of (s a sum(q c) + m a sum(q)) + bias)
+// where 8 bits have no m and c = stored - 128, which is taken off in integers. Codes are stored
+// without a sign, since VNNI multiplies unsigned by signed bytes. A row's groups are rounded each
+// on its own, because rows of decoders have a few features hundreds of times as large as the
+// others.
+//
+// A strip of 16 outputs keeps each group of 32 features in one block: steps of 4 features of every
+// output behind one another (4 bits: two steps share a vector, the first in the low halves), then
+// f16 s[16], and with 4 bits f16 m[16]. So one stream is read from memory, once for few rows, and
+// for many rows a strip stays in L1.
+//
+// Without VNNI, bytes of 4 bits are multiplied in pairs into 16 bits: 16 products of 15 * 127 are
+// 30480, so that a whole group needs no wider sum. 8 bits would saturate there; their bytes are
+// widened to 16 bits and multiplied in pairs into 32.
+//
+// Tile: 4 rows x 16 outputs with AVX2, 8 x 16 with AVX-512. Bound by: memory for few rows, the
+// multipliers for many. A result depends on its row and output alone, bit for bit, and not on the
+// instruction set.
+#pragma once
+
+#include "cpu/panels.h"
+#include "cpu/simd_math.h"
+
+namespace bytetx::cpu::BYTETX_SIMD {
+
+#if defined(__AVX512F__)
+constexpr int kGroupRows = 8;
+struct Words {
+    __m512i v;
+};
+inline Words load_codes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline Words spread(const void* p) {
+    int32_t word;
+    __builtin_memcpy(&word, p, sizeof(word));
+    return {_mm512_set1_epi32(word)};
+}
+inline Words no_words() { return {_mm512_setzero_si512()}; }
+inline Words low_nibbles(Words w) { return {_mm512_and_si512(w.v, _mm512_set1_epi8(15))}; }
+inline Words high_nibbles(Words w) { return low_nibbles({_mm512_srli_epi16(w.v, 4)}); }
+inline Words even_bytes(Words w) { return {_mm512_and_si512(w.v, _mm512_set1_epi16(255))}; }
+inline Words odd_bytes(Words w) { return {_mm512_srli_epi16(w.v, 8)}; }
+inline Words add16(Words a, Words b) { return {_mm512_add_epi16(a.v, b.v)}; }
+inline Words add32(Words a, Words b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Words sub32(Words a, Words b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline Words pairs_of_bytes(Words w, Words x) { return {_mm512_maddubs_epi16(w.v, x.v)}; }
+inline Words pairs_of_words(Words w, Words x) { return {_mm512_madd_epi16(w.v, x.v)}; }
+inline Words ones16() { return {_mm512_set1_epi16(1)}; }
+inline Vec floats_of(Words w) { return {_mm512_cvtepi32_ps(w.v)}; }
+inline Vec load_half(const uint16_t* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
+}
+inline Words rounded(Vec x) { return {_mm512_cvtps_epi32(x.v)}; }
+inline int32_t sum_of(Words w) { return _mm512_reduce_add_epi32(w.v); }
+inline void store_bytes(int8_t* p, Words w) {
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(w.v));
+}
+#else
+constexpr int kGroupRows = 4;
+struct Words {
+    __m256i v;
+};
+inline Words load_codes(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p)}; }
+inline Words spread(const void* p) {
+    int32_t word;
+    __builtin_memcpy(&word, p, sizeof(word));
+    return {_mm256_set1_epi32(word)};
+}
+inline Words no_words() { return {_mm256_setzero_si256()}; }
+inline Words low_nibbles(Words w) { return {_mm256_and_si256(w.v, _mm256_set1_epi8(15))}; }
+inline Words high_nibbles(Words w) { return low_nibbles({_mm256_srli_epi16(w.v, 4)}); }
+inline Words even_bytes(Words w) { return {_mm256_and_si256(w.v, _mm256_set1_epi16(255))}; }
+inline Words odd_bytes(Words w) { return {_mm256_srli_epi16(w.v, 8)}; }
+inline Words add16(Words a, Words b) { return {_mm256_add_epi16(a.v, b.v)}; }
+inline Words add32(Words a, Words b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline Words sub32(Words a, Words b) { return {_mm256_sub_epi32(a.v, b.v)}; }
+inline Words pairs_of_bytes(Words w, Words x) { return {_mm256_maddubs_epi16(w.v, x.v)}; }
+inline Words pairs_of_words(Words w, Words x) { return {_mm256_madd_epi16(w.v, x.v)}; }
+inline Words ones16() { return {_mm256_set1_epi16(1)}; }
+inline Vec floats_of(Words w) { return {_mm256_cvtepi32_ps(w.v)}; }
+inline Vec load_half(const uint16_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))};
+}
+inline Words rounded(Vec x) { return {_mm256_cvtps_epi32(x.v)}; }
+inline int32_t sum_of(Words w) {
+    __m128i quad = _mm_add_epi32(_mm256_castsi256_si128(w.v), _mm256_extracti128_si256(w.v, 1));
+    quad = _mm_add_epi32(quad, _mm_shuffle_epi32(quad, 0b1110));
+    return _mm_cvtsi128_si32(_mm_add_epi32(quad, _mm_shuffle_epi32(quad, 0b01)));
+}
+inline void store_bytes(int8_t* p, Words w) {
+    const __m128i words =
+        _mm_packs_epi32(_mm256_castsi256_si128(w.v), _mm256_extracti128_si256(w.v, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+}
+#endif
+
+constexpr int kStripVectors = static_cast<int>(kStripColumns) / Vec::kWidth;
+constexpr int64_t kCodeBytes = sizeof(Words);
+constexpr int64_t kStepBytes = 4 * kStripColumns;  // one step of 8 bits, or two of 4
+constexpr int64_t kSteps = kGroupFeatures / 4;
+
+// A staged row: of each group a, and what its formula needs of sum(q); then the codes q.
+struct GroupRow {
+    const float* scales;
+    const float* sums;  // 4 bits: a sum(q); 8 bits: the integer 128 sum(q)
+    const int8_t* codes;
+
+    GroupRow(const float* row, int64_t groups)
+        : scales(row),
+          sums(row + groups),
+          codes(reinterpret_cast<const int8_t*>(row + 2 * groups)) {}
+};
+
+// A width's dot products: kRowBytes of a staged code; add() sums a group's products into words.
+struct Int4 {
+    static constexpr int64_t kBlockBytes = kGroupBytes4;
+    static constexpr int64_t kRowBytes = 1;
+    static constexpr bool kHasLeast = true;
+
+    template <int kRows>
+    static inline void sum(const uint8_t* block, const int8_t* const* codes, int64_t group,
+                           Words (&sums)[kRows][kStripVectors]) {
+#pragma GCC unroll 4
+        for (int64_t pair = 0; pair < kSteps / 2; ++pair) {
+            Words low[kStripVectors], high[kStripVectors];
+#pragma GCC unroll 2
+            for (int v = 0; v < kStripVectors; ++v) {
+                const Words both = load_codes(block + pair * kStepBytes + v * kCodeBytes);
+                low[v] = low_nibbles(both);
+                high[v] = high_nibbles(both);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+                const int8_t* q = codes[r] + group * kGroupFeatures + pair * 8;
+                const Words first = spread(q), second = spread(q + 4);
+#pragma GCC unroll 2
+                for (int v = 0; v < kStripVectors; ++v) {
+                    add(sums[r][v], low[v], first);
+                    add(sums[r][v], high[v], second);
+                }
+            }
+        }
+    }
+
+    static inline void add(Words& sum, Words w, Words x) {
+#if defined(__AVX512VNNI__)
+        sum.v = _mm512_dpbusd_epi32(sum.v, w.v, x.v);
+#else
+        sum = add16(sum, pairs_of_bytes(w, x));
+#endif
+    }
+
+    static inline Words finish(Words sum, float) {
+#if defined(__AVX512VNNI__)
+        return sum;
+#else
+        return pairs_of_words(sum, ones16());
+#endif
+    }
+};
+
+struct Int8 {
+    static constexpr int64_t kBlockBytes = kGroupBytes8;
+#if defined(__AVX512VNNI__)
+    static constexpr int64_t kRowBytes = 1;
+#else
+    static constexpr int64_t kRowBytes = 2;  // int16 features 0, 2, 1, 3 of each step
+#endif
+    static constexpr bool kHasLeast = false;
+
+    template <int kRows>
+    static inline void sum(const uint8_t* block, const int8_t* const* codes, int64_t group,
+                           Words (&sums)[kRows][kStripVectors]) {
+#pragma GCC unroll 8
+        for (int64_t step = 0; step < kSteps; ++step) {
+            Words w[kStripVectors];
+#pragma GCC unroll 2
+            for (int v = 0; v < kStripVectors; ++v) {
+                w[v] = load_codes(block + step * kStepBytes + v * kCodeBytes);
+            }
+            const int64_t at = (group * kSteps + step) * 4 * kRowBytes;
+#if defined(__AVX512VNNI__)
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+                const Words x = spread(codes[r] + at);
+                sums[r][0].v = _mm512_dpbusd_epi32(sums[r][0].v, w[0].v, x.v);
+            }
+#else
+            add_half<kRows>(sums, w, codes, at, even_bytes);
+            add_half<kRows>(sums, w, codes, at + 4, odd_bytes);
+#endif
+        }
+    }
+
+    template <int kRows, typename Half>
+    static inline void add_half(Words (&sums)[kRows][kStripVectors],
+                                const Words (&both)[kStripVectors], const int8_t* const* codes,
+                                int64_t at, Half half) {
+        Words w[kStripVectors];
+#pragma GCC unroll 2
+        for (int v = 0; v < kStripVectors; ++v) w[v] = half(both[v]);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Words x = spread(codes[r] + at);
+#pragma GCC unroll 2
+            for (int v = 0; v < kStripVectors; ++v) {
+                sums[r][v] = add32(sums[r][v], pairs_of_words(w[v], x));
+            }
+        }
+    }
+
+    static inline Words finish(Words sum, float shift) { return sub32(sum, spread(&shift)); }
+};
+
+template <class Codes, typename T, int kRows>
+[[gnu::noinline]] inline void multiply_group_tile(const PanelProduct& p, const uint8_t* blocks,
+                                                  int64_t row, int64_t column) {
+    const int64_t groups = p.w.features / kGroupFeatures, row_words = panel_row_words(p.w.k);
+    const float* scales[kRows];
+    const float* row_sums[kRows];
+    const int8_t* codes[kRows];
+    Vec totals[kRows][kStripVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+        const GroupRow staged(p.rows + (row + r) * row_words, groups);
+        scales[r] = staged.scales;
+        row_sums[r] = staged.sums;
+        codes[r] = staged.codes;
+#pragma GCC unroll 2
+        for (int v = 0; v < kStripVectors; ++v) totals[r][v] = broadcast(0.0f);
+    }
+#pragma GCC unroll 1
+    for (int64_t group = 0; group < groups; ++group, blocks += Codes::kBlockBytes) {
+        Words sums[kRows][kStripVectors];
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+            for (int v = 0; v < kStripVectors; ++v) sums[r][v] = no_words();
+        }
+        Codes::template sum<kRows>(blocks, codes, group, sums);
+        const auto* numbers = reinterpret_cast<const uint16_t*>(
+            blocks + Codes::kBlockBytes - (Codes::kHasLeast ? 2 : 1) * 2 * kStripColumns);
+#pragma GCC unroll 2
+        for (int v = 0; v < kStripVectors; ++v) {
+            const Vec scale = load_half(numbers + v * Vec::kWidth);
+            Vec least{};
+            if constexpr (Codes::kHasLeast) {
+                least = load_half(numbers + kStripColumns + v * Vec::kWidth);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) {
+                const Words sum = Codes::finish(sums[r][v], row_sums[r][group]);
+                totals[r][v] =
+                    multiply_add(floats_of(sum) * scale, broadcast(scales[r][group]), totals[r][v]);
+                if constexpr (Codes::kHasLeast) {
+                    totals[r][v] = multiply_add(least, broadcast(row_sums[r][group]), totals[r][v]);
+                }
+            }
+        }
+    }
+    const auto* biases = static_cast<const T*>(p.w.bias);
+#pragma GCC unroll 2
+    for (int v = 0; v < kStripVectors; ++v) {
+        const int64_t begin = column + v * Vec::kWidth, room = p.w.n - begin;
+        if (room <= 0) return;
+        const Vec factor = load_some(p.w.factor + begin, room);
+        const Vec bias = biases != nullptr ? load_some(biases + begin, room) : broadcast(0.0f);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Vec y = multiply_add(totals[r][v], factor, bias);
+            store_some(static_cast<T*>(p.d) + (row + r) * p.w.n + begin, room,
+                       activate(y, p.activation, [](Vec x) { return exact_gelu(x); }));
+        }
+    }
+}
+
+template <class Codes, typename T, int kRows>
+inline void multiply_group_rest(const PanelProduct& p, const uint8_t* blocks, int64_t row,
+                                int64_t column) {
+    if constexpr (kRows > 0) {
+        if (p.m - row == kRows) return multiply_group_tile<Codes, T, kRows>(p, blocks, row, column);
+        multiply_group_rest<Codes, T, kRows - 1>(p, blocks, row, column);
+    }
+}
+
+template <class Codes, typename T>
+inline void multiply_groups(const PanelProduct& p, int64_t first, int64_t last) {
+    const int64_t strip_bytes = p.w.features / kGroupFeatures * Codes::kBlockBytes;
+    for (int64_t strip = first; strip < last; ++strip) {
+        const auto* blocks = static_cast<const uint8_t*>(p.w.weight) + strip * strip_bytes;
+        const int64_t column = strip * kStripColumns;
+        int64_t row = 0;
+        for (; row + kGroupRows <= p.m; row += kGroupRows) {
+            multiply_group_tile<Codes, T, kGroupRows>(p, blocks, row, column);
+        }
+        multiply_group_rest<Codes, T, kGroupRows - 1>(p, blocks, row, column);
+    }
+}
+
+// A group of a row to 8 bits: x [count] is about scale * q. Returns sum(q).
+template <typename T>
+inline int32_t round_group(const T* x, int64_t count, float& scale, int8_t* q) {
+    constexpr int kVectors = static_cast<int>(kGroupFeatures) / Vec::kWidth;
+    const Vec none = broadcast(0.0f);
+    Vec values[kVectors], most = none, faults = none;
+    for (int i = 0; i < kVectors; ++i) {
+        const int64_t room = count - i * Vec::kWidth;
+        values[i] = room > 0 ? load_some(x + i * Vec::kWidth, room) : none;
+        most = max(most, max(values[i], none - values[i]));
+        faults = multiply_add(values[i], none, faults);  // NaN where a value is not finite
+    }
+    const float largest = reduce_max(most);
+    // A size that f32 cannot divide by is rounded to zeros, far below what any result can show.
+    const bool is_some = largest > 1e-30f;
+    scale = (is_some ? largest / 127.0f : 0.0f) + reduce_sum(faults);
+    const Vec steps = broadcast(is_some ? 127.0f / largest : 0.0f);
+    Words sum = no_words();
+    for (int i = 0; i < kVectors; ++i) {
+        const Words code = rounded(values[i] * steps);
+        sum = add32(sum, code);
+        store_bytes(q + i * Vec::kWidth, code);
+    }
+    return sum_of(sum);
+}
+
+template <class Codes, typename T>
+inline void stage_groups(const void* x, int64_t m, int64_t k, float* rows) {
+    const int64_t groups = (k + kGroupFeatures - 1) / kGroupFeatures, words = panel_row_words(k);
+    for (int64_t r = 0; r < m; ++r) {
+        const T* from = static_cast<const T*>(x) + r * k;
+        float* row = rows + r * words;
+        auto* codes = reinterpret_cast<int8_t*>(row + 2 * groups);
+        for (int64_t group = 0; group < groups; ++group) {
+            const int64_t begin = group * kGroupFeatures;
+            int8_t q[kGroupFeatures];
+            const int32_t sum = round_group(from + begin, k - begin, row[group], q);
+            if constexpr (Codes::kHasLeast) {
+                row[groups + group] = row[group] * static_cast<float>(sum);
+            } else {
+                const int32_t shift = 128 * sum;
+                __builtin_memcpy(row + groups + group, &shift, sizeof(shift));
+            }
+            if constexpr (Codes::kRowBytes == 1) {
+                __builtin_memcpy(codes + begin, q, sizeof(q));
+            } else {
+                auto* wide = reinterpret_cast<int16_t*>(codes) + begin;
+                for (int64_t i = 0; i < kGroupFeatures; i += 4) {
+                    wide[i] = q[i];
+                    wide[i + 1] = q[i + 2];
+                    wide[i + 2] = q[i + 1];
+                    wide[i + 3] = q[i + 3];
+                }
+            }
+        }
+    }
+}
+
+// Declared here so that the constant, which another file names, is not file-local.
+extern const GroupKernelTable kGroupKernels;
+
+constexpr GroupKernelTable make_group_kernels() {
+    return {{stage_groups<Int8, float>, multiply_groups<Int8, float>},
+            {stage_groups<Int8, Bf16>, multiply_groups<Int8, Bf16>},
+            {stage_groups<Int4, float>, multiply_groups<Int4, float>},
+            {stage_groups<Int4, Bf16>, multiply_groups<Int4, Bf16>}};
+}
+
+}  // namespace bytetx::cpu::BYTETX_SIMD

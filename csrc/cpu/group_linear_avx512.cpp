@@ -1,0 +1,7 @@
+#include "cpu/group_kernel.h"
+
+namespace bytetx::cpu::avx512 {
+
+const GroupKernelTable kGroupKernels = make_group_kernels();
+
+}  // namespace bytetx::cpu::avx512
