@@ -1,7 +1,7 @@
 """PackedBatch, the batch type of bytetx, and conversions to and from padded tensors."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -139,6 +139,7 @@ class PackedBatch:
     allows_capture: whether the ranks of a group may capture the pass as a CUDA graph.
     tree: which sequences continue others, where some do; then seqlens and cu_seqlens count a
         sequence's own tokens, max_seqlen and positions those of its ancestors, too.
+    tree_tables: int32 by window, the tree's plan of attention; None: it is still to be made.
     computed: the sequences of the tree that are keys alone, in their order; on the device.
     shared: the same tokens with each common prefix once; a forward pass computes it instead.
     adapters: of its rows, where some have one.
@@ -157,6 +158,7 @@ class PackedBatch:
     on_host: "PackedBatch | None" = None
     allows_capture: bool = True
     tree: SequenceTree | None = None
+    tree_tables: Mapping[int, torch.Tensor] | None = None
     computed: "tuple[ComputedTokens, ...]" = ()
     shared: "SharedPrefixes | None" = None
     adapters: AdapterRows | None = None
@@ -224,12 +226,14 @@ class SharedPrefixes:
     where those of sequences that are keys alone come last.
     kept_rows: int64 each, rows whose keys, values and hidden states a pass adds to `kept`, in the
     same order; `kept` is shared by all copies of this object.
+    hidden_states: [batch.total_tokens or more, output_size], where they were computed already.
     """
 
     batch: PackedBatch
     rows: torch.Tensor
     kept_rows: tuple[torch.Tensor, ...] = ()
     kept: list[ComputedTokens] = field(default_factory=list)
+    hidden_states: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:

@@ -23,14 +23,16 @@ import torch
 from bytetx.buckets import FILLER_TOKENS, Bucket, bucket_of
 from bytetx.encode.request import Requests
 from bytetx.encode.step import Capture, Computation, Step
+from bytetx.encode.tree_passes import TreePasses
 from bytetx.nn.transformer import Transformer
 from bytetx.ops import native
 from bytetx.ops.native_params import StepBlockLayout
-from bytetx.packed import positions_of, prefix_sums
+from bytetx.packed import SharedPrefixes, positions_of, prefix_sums, upload
 from bytetx.runtime.batch_layout import BatchLayout
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.on_stream import OnStream
 from bytetx.runtime.pinned_buffers import PinnedRing
+from bytetx.runtime.step_layout import BlockField
 
 # Outputs from this size on leave on their own stream: 20 us over PCIe, more than its two events.
 _OVERLAPPED_BYTES = 1 << 20
@@ -94,7 +96,8 @@ def encode_layout(
     bucket: Bucket, *, has_token_types: bool, position_offset: int = 0
 ) -> EncodeLayout:
     """The layout of a step of these sizes."""
-    layout = BatchLayout(bucket, has_token_types=has_token_types, columns=("prompt_tokens",))
+    prompts = BlockField("prompt_tokens", (bucket.batch_size,))
+    layout = BatchLayout(bucket, has_token_types=has_token_types, columns=[prompts])
     return EncodeLayout(layout, position_offset=position_offset)
 
 
@@ -134,6 +137,11 @@ class CudaQueue:
             GraphCache(device=device, workspace_bytes=workspace_bytes) if has_graphs else None
         )
         self._ring = PinnedRing()
+        self._trees = None
+        if self._is_capturable and transformer.prefix_multiple:
+            self._trees = TreePasses(
+                transformer, device=device, max_tokens=max_tokens, ring=self._ring
+            )
         self._lock = threading.Lock()
         self._stream, self._copy_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         # The weights may still be copied.
@@ -149,7 +157,6 @@ class CudaQueue:
         stay alive until then.
         """
         shared = step.shared
-        # Sequences that share prefixes are planned on the host.
         capture = task.capture if self._is_capturable and shared is None else None
         sizes = step.requests.total_tokens, len(step.requests)
         padded = self._padded_layout(*sizes) if capture is not None else None
@@ -170,8 +177,7 @@ class CudaQueue:
                 max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=padded is not None)
                 here = layout.read(block, step, max_seqlen=max_seqlen)
                 if shared is not None:
-                    moved = shared.pin().to(self._device, non_blocking=True)
-                    batch = replace(here.batch, shared=moved)
+                    batch = replace(here.batch, shared=self._start_shared(shared))
                     here = Step(here.requests, batch, here.prompt_tokens)
                 if self._graphs is None:
                     batch = replace(here.batch, allows_capture=False)
@@ -198,6 +204,15 @@ class CudaQueue:
     @property
     def num_graphs(self) -> int:
         return 0 if self._graphs is None else len(self._graphs)
+
+    def _start_shared(self, shared: SharedPrefixes) -> SharedPrefixes:
+        """The prefixes on the device, with their hidden states where a padded pass gives them."""
+        if self._trees is not None and not shared.kept_rows:
+            states = self._trees.run(shared.batch, self._graphs)
+            if states is not None:
+                rows = upload(shared.rows, self._device)
+                return replace(shared, rows=rows, hidden_states=states)
+        return shared.pin().to(self._device, non_blocking=True)
 
     def _max_seqlen(self, bucket: Bucket, step: Step, *, is_padded: bool) -> int:
         """The longest sequence of the batch, or, if padded, of any batch that its bucket holds."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 
 from bytetx.checkpoint.rope_spec import RotarySpec
@@ -13,7 +15,13 @@ from bytetx.nn.kv_cache import KvCache, LayerCache
 from bytetx.nn.layer import LayerWeights, RowPass, Rows
 from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import VARLEN_ATTENTION, AttentionCalls, require_bias
-from bytetx.ops.attention_plan import TREE_KEY_STEP, AttentionPlan, plan_attention
+from bytetx.ops.attention_plan import (
+    TREE_KEY_STEP,
+    AttentionPlan,
+    plan_attention,
+    tree_tables,
+    tree_tile_rows,
+)
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.disentangled import DISENTANGLED_ATTENTION, has_disentangled_kernel, require_span
 from bytetx.ops.norm import RowNorm
@@ -21,6 +29,7 @@ from bytetx.ops.paged import PAGED_ATTENTION, WRITE_KV, PagedCalls
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
 from bytetx.ops.rotary_kv import NORM_ROTARY, ROTARY, ROTARY_WRITE_KV, norm_heads
 from bytetx.packed import PackedBatch
+from bytetx.sequence_tree import SequenceTree
 
 OnLayer = Callable[[torch.Tensor], None]
 OnKv = Callable[[torch.Tensor, torch.Tensor], None]
@@ -119,6 +128,30 @@ class Layers:
             return 1
         # A GPU's steps of keys begin at a sequence's start, but at a tile's in a window.
         return 0 if any(self._windows) else TREE_KEY_STEP
+
+    @property
+    def windows(self) -> set[int]:
+        """Of all layers; 0 where one has none."""
+        return set(self._windows)
+
+    def tree_tile_rows(self, device: torch.device) -> int:
+        """Query rows of a tile of attention in a tree; 0 where there are no tiles."""
+        return tree_tile_rows(
+            self.spec.head_dim,
+            device,
+            softcap=self.layer_spec.softcap,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def tree_tables(
+        self, tree: SequenceTree, tile_rows: int, num_tiles: int
+    ) -> dict[int, np.ndarray]:
+        """By window, int32: the plan of attention in a tree, with places for so many tiles."""
+        make = partial(tree_tables, tree, tile_rows, num_tiles=num_tiles)
+        return {
+            window: make(window=window, batch_invariant=self.batch_invariant)
+            for window in self.windows
+        }
 
     def run(
         self,
@@ -226,7 +259,7 @@ class Layers:
         """Choose and plan once what all layers do."""
         rotations = {spec: tables.of(batch) for spec, tables in self.tables.items()}
         attention = {}
-        for window in set(self._windows):
+        for window in self.windows:
             attention[window] = self._choose_attention(batch, dtype, window, cache)
         rotate = ROTARY.choose(batch.device, dtype).run
         is_post = self.layer_spec.norm_placement == "post"
@@ -279,6 +312,7 @@ class Layers:
                 softcap=self.layer_spec.softcap,
                 batch_invariant=self.batch_invariant,
                 tree=batch.tree,
+                tables=None if batch.tree_tables is None else batch.tree_tables[window],
             )
         return plan_paged_attention(
             batch.cu_seqlens,

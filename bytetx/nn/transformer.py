@@ -260,6 +260,8 @@ class Transformer:
 
     def _forward_shared(self, shared: SharedPrefixes, pause: Pause | None) -> torch.Tensor:
         """Hidden states of the tokens that a batch with a tree stands for."""
+        if shared.hidden_states is not None:
+            return shared.hidden_states.index_select(0, shared.rows)
         batch, num_layers = shared.batch, self.spec.num_layers
         kept_kv: list[torch.Tensor] = []
         layers = iter(range(num_layers))

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ MAX_HEAD_DIM = 256
 # ancestor on: ancestors of a multiple of so many tokens change no bits.
 TREE_KEY_STEP = 64
 _ALIGNMENT_BYTES = 16
+# A tree's plan: what the kernel counts in, and each tile with its ancestors.
+_HEADER_INTS, _TILE_INTS = 4, 4 + 2 * MAX_ANCESTORS
+
+Array = TypeVar("Array", np.ndarray, Tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ def plan_attention(
     softcap: float = 0.0,
     batch_invariant: bool = False,
     tree: SequenceTree | None = None,
+    tables: Tensor | None = None,
 ) -> AttentionPlan | None:
     """Plans one batch for varlen_attention; None where no kernel takes a plan, or nothing to do.
 
@@ -67,6 +73,8 @@ def plan_attention(
     bits depend on it alone; of the native kernel.
     tree: of this batch, where sequences continue others; its plan is made on the host.  Raises
     ValueError where such attention is not causal or has a bias.
+    tables: of the tree, as tree_tables gives them, on the device; a captured graph reads there
+    those of other trees of the same sizes.
     Costs one small kernel and no synchronisation, so that a captured graph can hold it.
     """
     batch_size = cu_seqlens.shape[0] - 1
@@ -76,7 +84,7 @@ def plan_attention(
         if not causal or has_bias:
             raise ValueError("attention with a tree must be causal and without a relative_bias")
         made_for = (batch_size, total_tokens, causal, window, batch_invariant)
-        return _plan_tree(tree, head_dim, softcap, cu_seqlens.device, *made_for)
+        return _plan_tree(tree, tables, head_dim, softcap, cu_seqlens.device, *made_for)
     if not has_planned_kernel(cu_seqlens.device):
         if why_no_triton(cu_seqlens.device) is not None:
             return None
@@ -114,8 +122,77 @@ def plan_attention(
     return AttentionPlan(buffer, *sizes, causal, window, batch_invariant)
 
 
+def tree_tile_rows(
+    head_dim: int, device: torch.device, *, softcap: float = 0.0, batch_invariant: bool = False
+) -> int:
+    """Query rows of a tile of a tree; 0 where no kernel takes tiles, as on a CPU."""
+    if has_planned_kernel(device):
+        # As for one long sequence: what a tile's rows see together is long.
+        takes_wide = softcap == 0 and not batch_invariant
+        rows: int = _kernels(device).tile_rows(
+            batch_size=1, total_tokens=2**30, head_dim=head_dim if takes_wide else 0
+        )
+        return rows
+    if device.type == "cpu" or why_no_triton(device) is not None:
+        return 0
+    rows = triton_backend.kernels(device).tree_tile_rows(head_dim)
+    return rows
+
+
+def tree_tables(
+    tree: SequenceTree,
+    tile_rows: int,
+    *,
+    window: int = 0,
+    batch_invariant: bool = False,
+    num_tiles: int | None = None,
+) -> np.ndarray:
+    """int32: a tree's plan in the layout of csrc/cuda/attention_plan.cuh.
+
+    tile_rows: tree_tile_rows.  num_tiles: places for tiles, which those of the tree fit; None means
+    just as many as it has.
+    """
+    found = tree.tiles(tile_rows, window=window, batch_invariant=batch_invariant)
+    used = len(found.tiles)
+    tables = np.zeros(num_table_ints(tree.num_rows, tile_rows, num_tiles or used), np.int32)
+    header, tiles, ancestors, row_bounds = _parts(tables, tree.num_rows, tile_rows)
+    header[0] = used
+    tiles[:used] = found.tiles
+    ancestors[:used] = found.ancestors
+    row_bounds[: tree.num_rows] = found.row_bounds
+    row_bounds[tree.num_rows :] = tree.total_keys
+    return tables
+
+
+def _bounds_rows(num_rows: int, tile_rows: int) -> int:
+    """Rows of row_bounds: tiles are read whole, from an even row on."""
+    return num_rows + tile_rows + 2 + num_rows % 2
+
+
+def num_table_ints(num_rows: int, tile_rows: int, num_tiles: int) -> int:
+    """int32s of tree_tables."""
+    return _HEADER_INTS + _TILE_INTS * num_tiles + 2 * _bounds_rows(num_rows, tile_rows)
+
+
+def _parts(tables: Array, num_rows: int, tile_rows: int) -> tuple[Array, Array, Array, Array]:
+    """The header, tiles, ancestors and row_bounds of a tree's tables; views."""
+    num_bounds = 2 * _bounds_rows(num_rows, tile_rows)
+    num_tiles = (len(tables) - _HEADER_INTS - num_bounds) // _TILE_INTS
+    lengths = (_HEADER_INTS, 4 * num_tiles, 2 * MAX_ANCESTORS * num_tiles, num_bounds)
+    header, tiles, ancestors, bounds = (
+        tables[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)
+    )
+    return (
+        header,
+        tiles.reshape(-1, 4),
+        ancestors.reshape(-1, MAX_ANCESTORS, 2),
+        bounds.reshape(-1, 2),
+    )
+
+
 def _plan_tree(
     tree: SequenceTree,
+    tables: Tensor | None,
     head_dim: int,
     softcap: float,
     device: torch.device,
@@ -134,37 +211,16 @@ def _plan_tree(
     if device.type == "cpu":
         rows, cu_keys = map(torch.from_numpy, tree.key_rows())
         return AttentionPlan(torch.empty(0, dtype=torch.uint8), 0, *sizes, tables=(rows, cu_keys))
-    if has_planned_kernel(device):
-        # As for one long sequence: what a tile's rows see together is long.
-        takes_wide = softcap == 0 and not batch_invariant
-        tile_rows = _kernels(device).tile_rows(
-            batch_size=1, total_tokens=2**30, head_dim=head_dim if takes_wide else 0
-        )
-    elif why_no_triton(device) is None:
-        tile_rows = triton_backend.kernels(device).tree_tile_rows(head_dim)
-    else:
+    tile_rows = tree_tile_rows(head_dim, device, softcap=softcap, batch_invariant=batch_invariant)
+    if tile_rows == 0:
         return AttentionPlan(torch.empty(0, dtype=torch.uint8), 0, *sizes)
-    found = tree.tiles(tile_rows, window=window, batch_invariant=batch_invariant)
-    num_tiles = len(found.tiles)
-    # What the kernel counts in, then the tables, each from a multiple of 16 bytes on; tiles are
-    # read whole, from an even row on.
-    past_rows = np.full((tile_rows + 2 + total_tokens % 2, 2), tree.total_keys, dtype=np.int32)
-    parts = (
-        np.array([num_tiles, 0, 0, 0], dtype=np.int32),
-        found.tiles.ravel(),
-        found.ancestors.ravel(),
-        found.row_bounds.ravel(),
-        past_rows.ravel(),
-    )
-    host = torch.from_numpy(np.concatenate(parts))
-    buffer = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-    _, tiles, ancestors, _, _ = buffer.split([len(part) for part in parts])
-    tables = (
-        tiles.view(-1, 4),
-        ancestors.view(-1, MAX_ANCESTORS, 2),
-        buffer[-len(parts[3]) - len(parts[4]) :].view(-1, 2),
-    )
-    return AttentionPlan(buffer.view(torch.uint8), tile_rows, *sizes, tables=tables)
+    if tables is None:
+        host = tree_tables(tree, tile_rows, window=window, batch_invariant=batch_invariant)
+        tables = torch.from_numpy(host)
+        if device.type == "cuda":
+            tables = tables.pin_memory().to(device, non_blocking=True)
+    _, *parts = _parts(tables, total_tokens, tile_rows)
+    return AttentionPlan(tables.view(torch.uint8), tile_rows, *sizes, tables=tuple(parts))
 
 
 def run_planned(

@@ -1,6 +1,6 @@
 """BatchLayout: a packed batch without a cache as one int32 block, padded to a bucket's sizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -14,12 +14,15 @@ from bytetx.runtime.step_layout import BlockField, StepLayout
 class BatchLayout:
     """The block of a batch of a bucket's sizes. Two of equal sizes are equal."""
 
-    def __init__(self, bucket: Bucket, *, has_token_types: bool, columns: Sequence[str] = ()):
-        """columns: names of further arrays that have a number for each sequence."""
-        self.bucket, self._key = bucket, (bucket, has_token_types, tuple(columns))
+    def __init__(
+        self, bucket: Bucket, *, has_token_types: bool, columns: Iterable[BlockField] = ()
+    ):
+        """columns: further arrays."""
+        columns = tuple(columns)
+        self.bucket, self._key = bucket, (bucket, has_token_types, columns)
         tokens = ("input_ids", "position_ids", *(("token_type_ids",) if has_token_types else ()))
         fields = [BlockField("cu_seqlens", (bucket.batch_size + 1,))]
-        fields += [BlockField(name, (bucket.batch_size,)) for name in columns]
+        fields += columns
         fields += [BlockField(name, (bucket.total_tokens,)) for name in tokens]
         self._block = StepLayout(fields)
         self._filler_ends = FILLER_TOKENS * np.arange(1, bucket.num_fillers + 1, dtype=np.int32)
@@ -34,9 +37,12 @@ class BatchLayout:
     def num_ints(self) -> int:
         return self._block.num_ints
 
-    def write(self, block: np.ndarray, batch: PackedBatch) -> None:
+    def write(
+        self, block: np.ndarray, batch: PackedBatch, columns: Mapping[str, np.ndarray] | None = None
+    ) -> None:
         """Fills a host block from a batch on the host; tokens beyond its own are zeros."""
         arrays = {
+            **(columns or {}),
             "cu_seqlens": batch.cu_seqlens.numpy(),
             "input_ids": batch.input_ids.numpy(),
             "position_ids": batch.position_ids.numpy(),
@@ -47,7 +53,7 @@ class BatchLayout:
 
     def write_arrays(self, block: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:
         """`write` from the batch's int32 arrays and the further columns, by their names."""
-        cu_seqlens = self._padded(arrays["cu_seqlens"])
+        cu_seqlens = self.padded(arrays["cu_seqlens"])
         self._block.write(block, {**arrays, "cu_seqlens": cu_seqlens})
 
     def start(self, name: str) -> int:
@@ -76,7 +82,7 @@ class BatchLayout:
         )
         return batch, views
 
-    def _padded(self, cu_seqlens: np.ndarray) -> np.ndarray:
+    def padded(self, cu_seqlens: np.ndarray) -> np.ndarray:
         """The texts', then empty sequences, then fillers over the rows that the bucket adds."""
         bucket, num_tokens = self.bucket, cu_seqlens[-1]
         padded = np.full(bucket.batch_size + 1, num_tokens, dtype=np.int32)
