@@ -123,7 +123,7 @@ def test_a_graph_serves_every_tree_of_its_sizes(
         texts = texts_with_prefixes(rng, groups=int(rng.integers(1, 4)), most=6)
         ours, wanted = model.score(texts), eager.score(texts)
         for own, other in zip(ours, wanted, strict=True):
-            assert np.array_equal(own.token_logprobs, other.token_logprobs)
+            assert np.array_equal(own.token_log_likelihoods, other.token_log_likelihoods)
         vectors = model.embed(texts, pooling="lasttoken")
         assert np.array_equal(vectors, eager.embed(texts, pooling="lasttoken"))
     queue = model.encoder.runner._queue
@@ -145,7 +145,7 @@ def test_shared_passes_are_as_exact_as_unshared_ones(tmp_path: Path) -> None:
         texts = texts_with_prefixes(rng, groups=2, most=5)
         errors = [
             max(
-                float(np.abs(own.token_logprobs - true.token_logprobs).max())
+                float(np.abs(own.token_log_likelihoods - true.token_log_likelihoods).max())
                 for own, true in zip(found.score(texts), exact.score(texts), strict=True)
             )
             for found in (model, alone)
@@ -160,13 +160,13 @@ def test_graphs_are_given_up_where_memory_is_short(
     folder = save_causal(tmp_path, max_position_embeddings=256)
     model = load(folder, dtype="bfloat16")
     texts = texts_with_prefixes(np.random.default_rng(5), groups=2, most=5)
-    wanted = [one.token_logprobs for one in model.score(texts)]
+    wanted = [one.token_log_likelihoods for one in model.score(texts)]
     for _ in range(2):
         model.score(texts)
     queue = model.encoder.runner._queue
     assert queue is not None and queue.num_graphs == 1
     assert model.encoder.runner._release_memory() and queue.num_graphs == 0
     for _ in range(4):
-        found = [one.token_logprobs for one in model.score(texts)]
+        found = [one.token_log_likelihoods for one in model.score(texts)]
         assert all(map(np.array_equal, found, wanted))
     assert queue.num_graphs == 1
