@@ -262,12 +262,9 @@ _WINDOW_STEPS = (1, 2, MAX_WINDOW_STEPS)  # the first one's, the second one's, a
 # What is read and not computed, as a common prefix is for each text but one, is admitted as a part
 # of what is computed.
 _READ_PART = 4
-# Where a GPU computes common prefixes once, steps are no graphs. Windows have so many tokens then,
-# for the device waits for the first one, of which more is read than computed.  A window is read
-# once the one before it is launched: a thread that reads would take the interpreter from the one
-# that launches at each of some hundred operations. After three of them a step is full: fewer are
-# launched.
-_SHARED_WINDOW_TOKENS = 1 << 14
+# The same where a GPU computes common prefixes once: it waits for the first window, of which many
+# times more is read than computed.
+_SHARED_WINDOW_STEPS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 1)
 # A step that computes common prefixes once may hold as many times the tokens of another, or more.
 _SHARED_STEPS = 8
 # A result of more texts is put together in a thread.
@@ -304,7 +301,7 @@ def windows(
     *,
     estimate_tokens: Callable[[Input], int],
     token_budget: int,
-    num_steps: Sequence[int] = _WINDOW_STEPS,
+    num_steps: Sequence[float] = _WINDOW_STEPS,
 ) -> Iterator[list[Input]]:
     """Cuts the input into windows, pulling no more of it than the window that is asked for.
 
@@ -394,19 +391,18 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
     """
     reader = run.call.reader
     device = engine.runner.device
-    has_graphs = device.type != "cuda" or not engine.shares_prefixes
-    shared_budget = min(engine.token_budget, _SHARED_WINDOW_TOKENS)
+    is_shared = device.type == "cuda" and engine.shares_prefixes
     cut = windows(
         run.call.texts,
         estimate_tokens=_estimate_work(reader, engine),
-        token_budget=engine.token_budget if has_graphs else shared_budget,
-        num_steps=_WINDOW_STEPS if has_graphs else (1, 1, 1, engine.token_budget // shared_budget),
+        token_budget=engine.token_budget,
+        num_steps=_SHARED_WINDOW_STEPS if is_shared else _WINDOW_STEPS,
     )
     running: deque[tuple[EncodeStep, Window | None]] = deque()
     collect = partial(_collect, run, engine)
     with (
         computing(device),
-        closing(_read_ahead(cut, reader.read, running, most=_WINDOWS_AHEAD * has_graphs)) as ahead,
+        closing(_read_ahead(cut, reader.read, running)) as ahead,
     ):
         try:
             for window in ahead:
@@ -464,13 +460,10 @@ def _read_ahead(
     windows: Iterator[Sequence[Input]],
     read: Callable[[Sequence[Input], int], Window],
     running: Sequence[object],
-    *,
-    most: int,
 ) -> Generator[Window | None, None, None]:
     """Windows in order, read in threads before they are asked for; None while the next is not.
 
     running: steps that can be collected meanwhile; where there are none, a window is awaited.
-    most: windows that are read before the one ahead of them is taken; 0: they are read afterwards.
     The first window is read at once, and no thread starts where there is no second one.
     """
     pool = None
@@ -481,10 +474,10 @@ def _read_ahead(
     queue[0].set_result(read(first, 0))
     try:
         while True:
-            while len(queue) <= most and (texts := next(windows, None)) is not None:
+            while len(queue) <= _WINDOWS_AHEAD and (texts := next(windows, None)) is not None:
                 if pool is None:
                     process = OwnProcess()
-                    pool = ThreadPoolExecutor(max(most, 1), "bytetx-tokenizer")
+                    pool = ThreadPoolExecutor(_WINDOWS_AHEAD, "bytetx-tokenizer")
                 queue.append(pool.submit(read, texts, num_pulled))
                 num_pulled += len(texts)
             if not queue:
