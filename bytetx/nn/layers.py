@@ -90,6 +90,7 @@ class Layers:
         layer_spec, indices = spec.layer_spec, range(len(self.weights))
         self._scales = [layer_spec.softmax_scale_of(i) for i in indices]
         self._windows = [layer_spec.window_of(i) for i in indices]
+        self.windows = set(self._windows)  # of all layers; 0 where one has none
         self._rotations = [layer_spec.rotary_of(i) for i in indices]
         # The norm after each layer: its ffn_norm, or the first norm of the next one, if any.
         self._last_norms = [layer.ffn_norm for layer in self.weights]
@@ -128,11 +129,6 @@ class Layers:
             return 1
         # A GPU's steps of keys begin at a sequence's start, but at a tile's in a window.
         return 0 if any(self._windows) else TREE_KEY_STEP
-
-    @property
-    def windows(self) -> set[int]:
-        """Of all layers; 0 where one has none."""
-        return set(self._windows)
 
     def tree_tile_rows(self, device: torch.device) -> int:
         """Query rows of a tile of attention in a tree; 0 where there are no tiles."""
