@@ -90,7 +90,7 @@ class Layers:
         layer_spec, indices = spec.layer_spec, range(len(self.weights))
         self._scales = [layer_spec.softmax_scale_of(i) for i in indices]
         self._windows = [layer_spec.window_of(i) for i in indices]
-        self.windows = set(self._windows)  # of all layers; 0 where one has none
+        self.windows = set(self._windows)  # 0 where a layer has none
         self._rotations = [layer_spec.rotary_of(i) for i in indices]
         # The norm after each layer: its ffn_norm, or the first norm of the next one, if any.
         self._last_norms = [layer.ffn_norm for layer in self.weights]
