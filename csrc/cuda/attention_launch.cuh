@@ -63,26 +63,19 @@ struct SplitTiling {
     static constexpr bool kGroupsKeys = false;
 };
 
-// Boxes of box_rows token rows and C::kBoxColumns features of one head.
-template <typename C>
-CUtensorMap make_map(const PlannedAttentionParams& p, const void* rows, int64_t stride, int heads,
-                     int64_t num_rows, int box_rows) {
-    const cuuint64_t sizes[3] = {cuuint64_t(p.head_dim), cuuint64_t(heads), cuuint64_t(num_rows)};
-    const cuuint64_t strides[2] = {cuuint64_t(p.head_dim) * kElementBytes,
-                                   cuuint64_t(stride) * kElementBytes};
-    const cuuint32_t box[3] = {C::kBoxColumns, 1, cuuint32_t(box_rows)};
-    return encode_map<C>(p.dtype, rows, sizes, strides, box);
-}
-
 template <typename C>
 Params make_params(const PlannedAttentionParams& p, int num_tiles) {
     const PlanView plan =
         C::kHasTree ? view_tree_plan(p.plan, num_tiles) : view_plan(p.plan, num_tiles);
     const int64_t num_keys = C::kHasTree ? p.num_keys : p.total_tokens;
     Params params{};
-    params.q = make_map<C>(p, p.q, p.q_stride, p.num_heads, p.total_tokens, kTileRows);
-    params.k = make_map<C>(p, p.k, p.k_stride, p.num_kv_heads, num_keys, C::kBlockN);
-    params.v = make_map<C>(p, p.v, p.v_stride, p.num_kv_heads, num_keys, C::kBlockN);
+    const auto map_keys = [&](const void* rows, int64_t stride) {
+        return make_map<C>(p.dtype, rows, stride, num_keys, p.num_kv_heads, p.head_dim, C::kBlockN);
+    };
+    params.q =
+        make_map<C>(p.dtype, p.q, p.q_stride, p.total_tokens, p.num_heads, p.head_dim, kTileRows);
+    params.k = map_keys(p.k, p.k_stride);
+    params.v = map_keys(p.v, p.v_stride);
     params.q_rows = p.q;
     params.k_rows = p.k;
     params.v_rows = p.v;

@@ -37,4 +37,16 @@ CUtensorMap encode_map(DType dtype, const void* rows, const cuuint64_t (&sizes)[
     return map;
 }
 
+// Boxes of box_rows token rows and C::kBoxColumns features of one head. stride: elements from row
+// to row.
+template <typename C>
+CUtensorMap make_map(DType dtype, const void* rows, int64_t stride, int64_t num_rows, int num_heads,
+                     int head_dim, int box_rows) {
+    const cuuint64_t sizes[3] = {cuuint64_t(head_dim), cuuint64_t(num_heads), cuuint64_t(num_rows)};
+    const cuuint64_t strides[2] = {cuuint64_t(head_dim) * kElementBytes,
+                                   cuuint64_t(stride) * kElementBytes};
+    const cuuint32_t box[3] = {C::kBoxColumns, 1, cuuint32_t(box_rows)};
+    return encode_map<C>(dtype, rows, sizes, strides, box);
+}
+
 }  // namespace bytetx::attention

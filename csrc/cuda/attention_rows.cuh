@@ -114,6 +114,21 @@ struct SoftmaxRows {
         }
     }
 
+    // out += softmax weights of the scores of keys first .. first + kN - 1, times their values.
+    // find, scale: see weigh(). wait_v is called when the values are needed; v is free on return.
+    template <int kN, typename Scores, typename Find, typename WaitV>
+    __device__ __forceinline__ void add_values(Scores& scores, const T* v, int first, float scale,
+                                               Find&& find, WaitV&& wait_v) {
+        float factor[2];
+        if (weigh<kN>(scores, first, scale, factor, find)) rescale(factor);
+        uint32_t weights[kN / 4];
+        pack_weights<kN>(weights, scores);
+        wait_v();
+        multiply_pv<kN>(weights, v);
+        wait_for_products<0>();
+        out.pin();
+    }
+
     template <int kN>
     __device__ __forceinline__ void multiply_pv(const uint32_t* weights, const T* v) {
         const Operand b = known_uniform(

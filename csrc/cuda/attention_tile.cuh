@@ -175,22 +175,9 @@ struct RowTile : SoftmaxRows<C> {
         wait_for_products<0>();
         scores.pin();
         if constexpr (C::kChangesScores) change<kN>(scores, first);
-        float factor[2];
-        if (weigh<kN>(scores, first, factor, find)) Rows::rescale(factor);
-        uint32_t weights[kN / 4];
-        Rows::template pack_weights<kN>(weights, scores);
-        wait_v();
-        Rows::template multiply_pv<kN>(weights, v);
-        wait_for_products<0>();
-        out.pin();
-    }
-
-    template <int kN, typename Scores, typename Find>
-    __device__ __forceinline__ bool weigh(Scores& scores, int first, float (&factor)[2],
-                                          Find&& find) {
         // From a score to a power of two; a constant costs no register.
         const float scale = C::kChangesScores ? 1.0f : p.power_scale;
-        return Rows::template weigh<kN>(scores, first, scale, factor, find);
+        Rows::template add_values<kN>(scores, v, first, scale, find, wait_v);
     }
 
     // Scores become scaled and capped scores plus bias, in powers of two.

@@ -1,31 +1,35 @@
-// Disentangled attention (DeBERTa) over packed sequences on Hopper, by mma.sync.
+// Disentangled attention (DeBERTa) over packed sequences on Hopper, by wgmma.
 //
 //   s(i, j) = q[i] . k[j] + q[i] . pos_k[b] + k[j] . pos_q[b],    b = buckets[i - j + span - 1]
 //   out[i] = sum_j softmax_j(softmax_scale * s(i, j)) v[j]
 //
-// A CTA of four warps has 64 rows of one head of one sequence and walks over its keys, 64 at a
-// time. b grows by 0 or 1 a step, so the distances of such a tile meet one run of at most 127 rows
-// of pos_k and pos_q. The run lies in a ring of 128 rows of shared memory, row b at b % 128: the
-// next 64 keys need at most 64 rows more, and the others stay.
+// A CTA of one warpgroup has 64 rows of one head of one sequence and walks over its keys, 64 at a
+// time. Their distances lie in two blocks of 64, of which the next keys meet the second again. A
+// block's rows of pos_k and pos_q come to shared memory one for each distance, also where buckets
+// are wide and rows repeat: the matrix unit then needs no bucket, and every product is a full one.
 //
-//   a warp    q.k  [16 queries x 64 keys]      8 steps of eight columns
-//             q.pos_k [16 queries x 79 distances]     10 steps, fewer where buckets are wide
-//             k.pos_q [16 keys x 31 distances], four times   16 steps
-//             p.v  [16 queries x head_dim]     8 steps
+//   step n, keys 64 n and on     q.pos_k of block n + 1; that of block n is the step's before
+//                                k.pos_q of blocks n and n + 1
+//                                q.k
+//                                terms to their scores, through shared memory (disentangled_terms)
+//                                softmax, p.v
 //
-// so a tile costs 2.6 times the products of plain attention. Both position products go to shared
-// memory of the warp's own in f32, and each score picks its two numbers from there. Scores, softmax
-// and sums in f32; weights rounded to the element type for the second product.
+// Five products where plain attention has two. Queries, keys and values come by TMA, the rows of
+// blocks by cp.async, a step ahead. Three CTAs of an SM (up to 64 features, else one) hide each
+// other's waits.
 //
-// Bytes: q, k, v, out once each from DRAM; keys, values and runs (32 KB a step of 64 keys with 64
-// features) from L2. Bound by issue slots: shared memory of the picks, then mma.sync. Numbers:
-// docs/kernels/attention.md.
+// Numerics. Products, scores, softmax and sums are f32; weights are rounded to the element type for
+// the second product. Between the two, position terms are halves for f16 and bf16 inputs alike:
+// rounded to 11 bits, where a bf16 input has 8 bits. A term beyond their range (65504) makes its
+// row no number, and such rows are computed again in f32 from the row's own keys
+// (attention_store.cuh): right at every magnitude, and slow.
+//
+// Bytes: q, k, v, out once each from DRAM; keys, values and blocks (32 KB a step with 64 features)
+// from L2. Bound by the terms' way through shared memory, 112 of 269 us in 256 texts around 128
+// tokens (H200, 12 heads of 64): docs/kernels/attention.md.
 //
 // Sources: DeBERTa (arXiv 2006.03654), section 3.1; FlashAttention-2 (arXiv 2307.08691) for the
-// online softmax; the ring of buckets is our own.
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+// online softmax; the blocks of distances are our own.
 
 #include <cstdint>
 #include <stdexcept>
@@ -34,322 +38,245 @@
 #include "common/check.cuh"
 #include "common/dispatch.cuh"
 #include "common/launch.cuh"
-#include "cuda/attention_math.cuh"
-#include "cuda/paged_mma.cuh"
-#include "cuda/softmax_state.cuh"
+#include "common/row.cuh"
+#include "cuda/attention_maps.cuh"
+#include "cuda/attention_store.cuh"
+#include "cuda/disentangled_terms.cuh"
 #include "disentangled_ops.h"
 
 namespace bytetx {
+namespace attention {
 namespace {
 
-using paged::copy_or_zero;
-using paged::load_matrices;
-using paged::piece_offset;
-
-constexpr int kRows = 64;  // queries of a CTA, and keys of a step
-constexpr int kWarps = 4;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kRing = 128;  // buckets in shared memory, at least 2 * kRows - 1, a power of two
-
-// Buffers from which a warp picks q.pos_k and k.pos_q, f32. Strides by which the lanes of a pick
-// fall on different banks, two at most on one.
-constexpr int kContentStride = 88;   // 16 queries x 80 buckets
-constexpr int kPositionStride = 37;  // 16 keys x 32 buckets
-constexpr int kPickWords = 16 * kContentStride + 16 * kPositionStride;
-
-template <int kDim>
-struct Shared {
-    static constexpr int kTileBytes = kRows * kDim * 2;
-    static constexpr int kRingBytes = kRing * kDim * 2;
-    static constexpr int kQ = 0;
-    static constexpr int kK = kTileBytes;
-    static constexpr int kV = 2 * kTileBytes;
-    static constexpr int kPosK = 3 * kTileBytes;
-    static constexpr int kPosQ = kPosK + kRingBytes;
-    static constexpr int kPicks = kPosQ + kRingBytes;
-    static constexpr int kBytes = kPicks + kWarps * kPickWords * 4;
+template <typename T, int kHeadDim>
+struct DisentangledTypes : TileShapes<T, kHeadDim, kTileRows> {
+    static constexpr int kThreads = 128;
+    static constexpr int kSkippedKeys = 0;
+    static constexpr int kMinCtas = kHeadDim <= 64 ? 3 : 1;  // by shared memory
 };
 
-struct Tile {
+// TMA maps first: they must be 64-byte aligned.
+struct DisentangledParams {
+    CUtensorMap q, k, v;
+    DisentangledAttentionParams p;
+    float power_scale;  // softmax_scale for powers of two
+};
+
+template <typename C>
+struct DisentangledSmem {
+    using T = typename C::Element;
+    alignas(1024) T q[C::kQElements];
+    alignas(1024) T k[C::kKvElements];
+    alignas(1024) T v[C::kKvElements];
+    alignas(1024) T pos_k[2][C::kKvElements];  // block n of distances at n % 2
+    alignas(1024) T pos_q[2][C::kKvElements];
+    Terms query_terms;  // q . pos_k of each score
+    Terms key_terms;    // k . pos_q of each score
+    uint64_t q_full, k_full, v_full;
+};
+
+struct SequenceTile {
     int begin;   // first token of the sequence
     int seqlen;  // 0: there is no such tile
     int row;     // first query, position in the sequence
 };
 
-// Sequence s has the tiles from cu_seqlens[s] / kRows + s on: enough of them, for rounding loses at
-// most one, and found without a table.
-__device__ __forceinline__ Tile find_tile(const DisentangledAttentionParams& p, int index) {
+// Sequence s has the tiles from cu_seqlens[s] / 64 + s on: enough of them, for rounding loses at
+// most one, and found without a table, by the lanes of a warp together.
+__device__ __forceinline__ SequenceTile find_tile(const DisentangledAttentionParams& p, int index) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     int low = 0, high = static_cast<int>(p.batch_size);  // the last s whose first tile is <= index
     while (high - low > 1) {
-        const int middle = (low + high) / 2;
-        (p.cu_seqlens[middle] / kRows + middle <= index ? low : high) = middle;
+        const int step = (high - low + 31) / 32, at = low + lane * step;
+        const bool is_before = at < high && p.cu_seqlens[at] / kTileRows + at <= index;
+        const int count = __popc(__ballot_sync(kFullMask, is_before));  // lane 0 always is
+        low += (count - 1) * step;
+        high = min(high, low + step);
     }
-    const int begin = p.cu_seqlens[low];
-    const int seqlen = p.cu_seqlens[low + 1] - begin;
-    const int row = (index - begin / kRows - low) * kRows;
+    const int begin = uniform(p.cu_seqlens[low]);
+    const int seqlen = uniform(p.cu_seqlens[low + 1]) - begin;
+    const int row = (index - begin / kTileRows - uniform(low)) * kTileRows;
     return {begin, row < seqlen ? seqlen : 0, row};
 }
 
-__device__ __forceinline__ int bucket_of(const DisentangledAttentionParams& p, int distance) {
-    const int clamped = min(max(distance, 1 - p.span), p.span - 1);
-    return min(max(__ldg(p.buckets + clamped + p.span - 1), 0), p.num_buckets - 1);
-}
+// Where store_rows writes a tile's results, and what a row is computed again from. Rows count from
+// the tile's first, keys from the sequence's.
+template <typename C>
+struct DisentangledTarget {
+    using T = typename C::Element;
+    static constexpr int kParts = 1;
+    const DisentangledAttentionParams& p;
+    SequenceTile tile;
+    int head;
 
-// 64 rows of a head from `row` of the sequence on; rows past its end and features past head_dim are
-// zeros.
-template <int kDim>
-__device__ __forceinline__ void load_rows(const DisentangledAttentionParams& p, uint32_t to,
-                                          const void* rows, int64_t stride, const Tile& tile,
-                                          int row, int head) {
-    constexpr int kPieces = kDim / 8;
-    const auto* from = static_cast<const uint16_t*>(rows) + int64_t{head} * p.head_dim;
-    for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads) {
-        const int r = i / kPieces, piece = i % kPieces;
-        const bool is_there = row + r < tile.seqlen && piece * 8 < p.head_dim;
-        const int64_t token = tile.begin + (is_there ? row + r : 0);
-        copy_or_zero(to + piece_offset<kDim>(r, piece),
-                     from + token * stride + (is_there ? piece * 8 : 0), is_there ? 16 : 0);
+    __device__ __forceinline__ int head_dim() const { return p.head_dim; }
+    __device__ __forceinline__ const T* row_of(const void* rows, int64_t stride,
+                                               int position) const {
+        return static_cast<const T*>(rows) + (int64_t{tile.begin} + position) * stride +
+               head * p.head_dim;
     }
-}
-
-// Buckets first .. last of pos_k or pos_q into the ring.
-template <int kDim>
-__device__ __forceinline__ void load_buckets(const DisentangledAttentionParams& p, uint32_t to,
-                                             const void* table, int first, int last, int head) {
-    if (table == nullptr) return;
-    constexpr int kPieces = kDim / 8;
-    const auto* from = static_cast<const uint16_t*>(table) + int64_t{head} * p.head_dim;
-    for (int i = threadIdx.x; i < (last - first + 1) * kPieces; i += kThreads) {
-        const int bucket = first + i / kPieces, piece = i % kPieces;
-        const bool is_there = piece * 8 < p.head_dim;
-        const int64_t row = int64_t{bucket} * p.num_heads * p.head_dim;
-        copy_or_zero(to + piece_offset<kDim>(bucket & (kRing - 1), piece),
-                     from + row + (is_there ? piece * 8 : 0), is_there ? 16 : 0);
+    __device__ __forceinline__ T* result(int row) const {
+        return const_cast<T*>(row_of(p.out, p.out_stride, tile.row + row));
     }
-}
-
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-    __syncthreads();
-}
-
-// The A operand of 16 rows and 16 features, from row and piece (of eight features) on.
-template <int kDim>
-__device__ __forceinline__ void load_a(uint32_t (&a)[4], uint32_t tile, int row, int piece,
-                                       int lane) {
-    load_matrices<false>(a, tile + piece_offset<kDim>(row + lane % 16, piece + lane / 16));
-}
-
-// c += a b^T for 16 rows of a and eight rows of b, `row(r)` where row r of them lies.
-template <typename T, int kDim, typename Row>
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[kDim / 16][4],
-                                         uint32_t b, int lane, Row&& row) {
-#pragma unroll
-    for (int step = 0; step < kDim / 16; step += 2) {
-        uint32_t rows[4];  // eight features each
-        load_matrices<false>(rows, b + piece_offset<kDim>(row(lane % 8), 2 * step + lane / 8));
-        mma<T>(c, a[step], rows[0], rows[1]);
-        mma<T>(c, a[step + 1], rows[2], rows[3]);
+    __device__ __forceinline__ int2 bounds(int, int) const { return {0, tile.seqlen}; }
+    __device__ __forceinline__ const T* query(int row) const {
+        return row_of(p.q, p.q_stride, tile.row + row);
     }
-}
-
-// picks[r][c] = a[r] . ring[first + c], for 16 rows and num_buckets columns, rounded up to eight.
-template <typename T, int kDim, int kMaxSteps>
-__device__ __forceinline__ void multiply_buckets(float* picks, int stride,
-                                                 const uint32_t (&a)[kDim / 16][4], uint32_t ring,
-                                                 int first, int num_buckets, int lane) {
-#pragma unroll
-    for (int n = 0; n < kMaxSteps; ++n) {
-        if (8 * n >= num_buckets) break;
-        float c[4] = {};
-        multiply<T, kDim>(c, a, ring, lane,
-                          [&](int row) { return (first + 8 * n + row) & (kRing - 1); });
-        float* to = picks + (lane / 4) * stride + 8 * n + 2 * (lane % 4);
-        to[0] = c[0];
-        to[1] = c[1];
-        to[8 * stride] = c[2];
-        to[8 * stride + 1] = c[3];
+    __device__ __forceinline__ const T* key(int key) const { return row_of(p.k, p.k_stride, key); }
+    __device__ __forceinline__ const T* value(int key) const {
+        return row_of(p.v, p.v_stride, key);
     }
-}
-
-// Calls each(i, half, key, distance) for the 32 scores of a thread: element i of its accumulators,
-// row 8 * half of its rows, key of the step. first: i - j of the warp's row 0 and the step's key 0.
-template <typename Each>
-__device__ __forceinline__ void for_scores(int first, int lane, int begin, int end, Each&& each) {
-#pragma unroll
-    for (int n = begin; n < end; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const int key = 8 * n + 2 * (lane % 4) + e % 2;
-            each(4 * n + e, e / 2, key, first + lane / 4 + 8 * (e / 2) - key);
+    __device__ __forceinline__ float term(const T* row, const void* table, int bucket) const {
+        if (table == nullptr) return 0.0f;
+        const T* position =
+            static_cast<const T*>(table) + (int64_t{bucket} * p.num_heads + head) * p.head_dim;
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int d = 0; d < p.head_dim; ++d) {
+            sum += static_cast<float>(row[d]) * static_cast<float>(position[d]);
         }
+        return sum;
     }
-}
+    __device__ __forceinline__ float score(float product, int row, int at) const {
+        const int bucket = bucket_of(p, tile.row + row - at);
+        product += term(query(row), p.pos_k, bucket);
+        product += term(key(at), p.pos_q, bucket);
+        return product * p.softmax_scale;
+    }
+};
 
-// Four warps' work on 64 rows of a head; see the head of this file.
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads, kDim <= 64 ? 2 : 1)
-    disentangled_kernel(const __grid_constant__ DisentangledAttentionParams p) {
-    using S = Shared<kDim>;
-    constexpr int kSteps = kDim / 16;
-    extern __shared__ __align__(128) unsigned char shared[];
+template <typename C>
+__global__ void __launch_bounds__(C::kThreads, C::kMinCtas)
+    disentangled_kernel(const __grid_constant__ DisentangledParams params) {
+    using T = typename C::Element;
+    constexpr int kN = kTileRows;
+    extern __shared__ __align__(1024) uint8_t smem[];
+    auto& s = *known_uniform(reinterpret_cast<DisentangledSmem<C>*>(smem));
+    const DisentangledAttentionParams& p = params.p;
     release_next_kernel();
+    const bool is_fetcher = threadIdx.x == 0;
+    if (is_fetcher) {
+        FullBarrier::init(&s.q_full, 1);
+        FullBarrier::init(&s.k_full, 1);
+        FullBarrier::init(&s.v_full, 1);
+        fence_barrier_init();
+    }
+    __syncwarp();  // the whole warp may initialise, in the compiler's eyes; its first lane arrives
     wait_for_prior_kernel();
-    const Tile tile = find_tile(p, blockIdx.x);
+    const int head = blockIdx.x;
+    const SequenceTile tile = find_tile(p, blockIdx.y);
     if (tile.seqlen == 0) return;
-    const int head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    float* content = reinterpret_cast<float*>(shared + S::kPicks) + warp * kPickWords;
-    float* position = content + 16 * kContentStride;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
 
-    const auto load_keys = [&](int key, int last_loaded) {
-        load_rows<kDim>(p, base + S::kK, p.k, p.k_stride, tile, key, head);
-        if (p.buckets == nullptr) return 0;
-        const int first = bucket_of(p, tile.row - key - (kRows - 1));
-        const int last = min(bucket_of(p, tile.row - key + (kRows - 1)), last_loaded);
-        load_buckets<kDim>(p, base + S::kPosK, p.pos_k, first, last, head);
-        load_buckets<kDim>(p, base + S::kPosQ, p.pos_q, first, last, head);
-        return first;
+    const auto fetch = [&](const CUtensorMap& map, uint64_t* full, T* to, int position) {
+        FullBarrier::arrive_and_expect(full, C::kKvElements * kElementBytes);
+        load_tile<C, kN>(map, full, to, head, tile.begin + position);
     };
-    load_rows<kDim>(p, base + S::kQ, p.q, p.q_stride, tile, tile.row, head);
-    int first_bucket = load_keys(0, p.num_buckets - 1);  // lowest bucket in the ring
+    BlockRows<C> block;
+    const auto find_block = [&](int n) { block.find(p, tile.row + 1 - kN * n); };
+    const auto copy_block = [&](int n) {
+        block.copy(p, head, p.pos_k, s.pos_k[n & 1]);
+        block.copy(p, head, p.pos_q, s.pos_q[n & 1]);
+    };
+    if (is_fetcher) {
+        fetch(params.q, &s.q_full, s.q, tile.row);
+        fetch(params.k, &s.k_full, s.k, 0);
+        fetch(params.v, &s.v_full, s.v, 0);
+    }
+    find_block(0);
+    copy_block(0);
+    find_block(1);
+    copy_block(1);
     commit_copies();
 
-    uint32_t q[kSteps][4];
-    float out[kDim / 8][4] = {};
-    SoftmaxState state[2] = {{kNoMax, 0.0f}, {kNoMax, 0.0f}};
-    const float scale = p.softmax_scale * kLog2e;
+    SoftmaxRows<C> rows;
+    rows.tid = static_cast<int>(threadIdx.x);
+    rows.lane = lane;
+    rows.clear();
+    // Rows past the end see what the last one sees and are not stored; warps without any see none.
+    const bool is_used = 16 * warp < tile.seqlen - tile.row;
+    const int2 seen = {is_used ? 0 : tile.seqlen, tile.seqlen};
+    const int2 bounds[2] = {seen, seen};
+    rows.see(bounds, 0);
 
-    for (int key = 0; key < tile.seqlen; key += kRows) {
-        wait_for_copies<0>();  // q, k and the ring; v of the step before is free
-        load_rows<kDim>(p, base + S::kV, p.v, p.v_stride, tile, key, head);
-        commit_copies();
-        if (key == 0) {
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) {
-                load_a<kDim>(q[step], base + S::kQ, 16 * warp, 2 * step, lane);
-            }
-        }
-        float scores[kRows / 8][4];
-#pragma unroll
-        for (int n = 0; n < kRows / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) scores[n][e] = 0.0f;
-            multiply<T, kDim>(scores[n], q, base + S::kK, lane,
-                              [&](int row) { return 8 * n + row; });
-        }
-        auto* flat = &scores[0][0];
-        const int distance = tile.row + 16 * warp - key;  // distance of the warp's row 0 and key 0
-        if (p.pos_k != nullptr) {
-            const int first = bucket_of(p, distance - (kRows - 1));
-            const int last = bucket_of(p, distance + 15);
-            multiply_buckets<T, kDim, 10>(content, kContentStride, q, base + S::kPosK, first,
-                                          last - first + 1, lane);
-            __syncwarp();
-            const float* own = content + (lane / 4) * kContentStride;
-            if (last - first == kRows - 1 + 15) {  // every distance is a bucket
-                for_scores(distance, lane, 0, kRows / 8, [&](int i, int half, int, int d) {
-                    flat[i] += own[8 * half * kContentStride + d - (distance - (kRows - 1))];
-                });
-            } else {
-                for_scores(distance, lane, 0, kRows / 8, [&](int i, int half, int, int d) {
-                    flat[i] += own[8 * half * kContentStride + bucket_of(p, d) - first];
-                });
-            }
-        }
-        if (p.pos_q != nullptr) {
-#pragma unroll
-            for (int group = 0; group < kRows / 16; ++group) {
-                uint32_t k[kSteps][4];
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    load_a<kDim>(k[step], base + S::kK, 16 * group, 2 * step, lane);
-                }
-                const int nearest = distance - 16 * group - 15;
-                const int first = bucket_of(p, nearest);
-                const int last = bucket_of(p, nearest + 30);
-                __syncwarp();
-                multiply_buckets<T, kDim, 4>(position, kPositionStride, k, base + S::kPosQ, first,
-                                             last - first + 1, lane);
-                __syncwarp();
-                const float* own = position - 16 * group * kPositionStride;
-                if (last - first == 30) {
-                    for_scores(distance, lane, 2 * group, 2 * group + 2,
-                               [&](int i, int, int j, int d) {
-                                   flat[i] += own[j * kPositionStride + d - nearest];
-                               });
-                } else {
-                    for_scores(distance, lane, 2 * group, 2 * group + 2,
-                               [&](int i, int, int j, int d) {
-                                   flat[i] += own[j * kPositionStride + bucket_of(p, d) - first];
-                               });
-                }
-            }
-        }
-        __syncthreads();  // k and the ring are free
-        if (key + kRows < tile.seqlen) first_bucket = load_keys(key + kRows, first_bucket - 1);
-        commit_copies();
-
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float maximum = state[half].max;
-            for_scores(distance, lane, 0, kRows / 8, [&](int i, int own_half, int j, int) {
-                if (own_half != half) return;
-                flat[i] = key + j < tile.seqlen ? flat[i] * scale : kNoMax;
-                maximum = fmaxf(maximum, flat[i]);
-            });
-            maximum = quad_max(maximum);
-            const float factor = state[half].raise(maximum);
-#pragma unroll
-            for (int n = 0; n < kDim / 8; ++n) {
-                out[n][2 * half] *= factor;
-                out[n][2 * half + 1] *= factor;
-            }
-            for_scores(distance, lane, 0, kRows / 8, [&](int i, int own_half, int, int) {
-                if (own_half != half) return;
-                flat[i] = state[half].weight(flat[i]);
-                state[half].sum += flat[i];
-            });
-        }
-        wait_for_copies<1>();  // v
-#pragma unroll
-        for (int step = 0; step < kRows / 16; ++step) {
-            uint32_t weights[4];  // the accumulators' registers are the A operand's, pair by pair
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float* pair = &scores[2 * step + i / 2][2 * (i % 2)];
-                weights[i] = pack_pair<T>(pair[0], pair[1]);
-            }
-#pragma unroll
-            for (int n = 0; n < kDim / 8; n += 2) {
-                uint32_t v[4];
-                load_matrices<true>(
-                    v, base + S::kV + piece_offset<kDim>(16 * step + lane % 16, n + lane / 16));
-                mma<T>(out[n], weights, v[0], v[1]);
-                mma<T>(out[n + 1], weights, v[2], v[3]);
-            }
-        }
+    wait_for_copies<0>();
+    fence_async_reads();
+    __syncthreads();  // the barriers are initialised, and the first two blocks are there
+    FullBarrier::wait(&s.q_full, 0);
+    {
+        auto products = rows.template multiply_qk<kN>(s.q, s.pos_k[0]);
+        wait_for_products<0>();
+        products.pin();
+        put_query_terms<true>(products, s.query_terms, warp, lane);
     }
 
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int row = tile.row + 16 * warp + lane / 4 + 8 * half;
-        const float divisor = reciprocal_approx(quad_sum(state[half].sum));
-        if (row >= tile.seqlen) continue;
-        auto* to = static_cast<uint16_t*>(p.out) + (int64_t{tile.begin} + row) * p.out_stride +
-                   int64_t{head} * p.head_dim;
-#pragma unroll
-        for (int n = 0; n < kDim / 8; ++n) {
-            const int column = 8 * n + 2 * (lane % 4);
-            if (8 * n >= p.head_dim) break;
-            *reinterpret_cast<uint32_t*>(to + column) =
-                pack_pair<T>(out[n][2 * half] * divisor, out[n][2 * half + 1] * divisor);
+    int phase = 0;
+    for (int key = 0, n = 0; key < tile.seqlen; key += kN, ++n, phase ^= 1) {
+        const bool has_next = key + kN < tile.seqlen;
+        if (n > 0) {
+            wait_for_copies<0>();
+            fence_async_reads();
+            __syncthreads();  // block n + 1 is there; values and terms of keys are free
+            if (is_fetcher) fetch(params.v, &s.v_full, s.v, key);
         }
+        FullBarrier::wait(&s.k_full, phase);
+        auto lower = rows.template multiply_qk<kN>(s.k, s.pos_q[(n + 1) & 1]);
+        auto upper = rows.template multiply_qk<kN>(s.k, s.pos_q[n & 1]);
+        auto products = rows.template multiply_qk<kN>(s.q, s.pos_k[(n + 1) & 1]);
+        if (has_next) find_block(n + 2);  // buckets arrive beside the products
+        wait_for_products<1>();
+        lower.pin();
+        upper.pin();
+        put_key_terms(lower, upper, s.key_terms, warp, lane);
+        auto scores = rows.template multiply_qk<kN>(s.q, s.k);
+        wait_for_products<1>();
+        products.pin();
+        put_query_terms<false>(products, s.query_terms, warp, lane);
+        wait_for_products<0>();
+        scores.pin();
+        __syncthreads();  // all terms are there; keys and block n are free
+        if (has_next) {
+            if (is_fetcher) fetch(params.k, &s.k_full, s.k, key + kN);
+            copy_block(n + 2);
+            commit_copies();
+        }
+        add_terms(scores, s.query_terms, s.key_terms, warp, lane);
+        __syncwarp();  // the warp has read its queries' terms
+        if (has_next) put_query_terms<true>(products, s.query_terms, warp, lane);
+        rows.template add_values<kN>(
+            scores, s.v, key, params.power_scale, [] {},
+            [&] { FullBarrier::wait(&s.v_full, phase); });
     }
+    store_rows<C>(rows, tile.seqlen - tile.row, DisentangledTarget<C>{p, tile, head});
 }
+
+template <typename C>
+void launch_disentangled(const DisentangledAttentionParams& p, cudaStream_t stream) {
+    const auto map_rows = [&](const void* rows, int64_t stride) {
+        return make_map<C>(p.dtype, rows, stride, p.total_tokens, p.num_heads, p.head_dim,
+                           kTileRows);
+    };
+    DisentangledParams params{};
+    params.q = map_rows(p.q, p.q_stride);
+    params.k = map_rows(p.k, p.k_stride);
+    params.v = map_rows(p.v, p.v_stride);
+    params.p = p;
+    if (p.pos_k == nullptr && p.pos_q == nullptr) params.p.buckets = nullptr;
+    params.power_scale = p.softmax_scale * kLog2e;
+    constexpr auto kKernel = disentangled_kernel<C>;
+    constexpr int kSmemBytes = sizeof(DisentangledSmem<C>);
+    allow_smem_once<kKernel>(kSmemBytes);
+    // Heads of a tile run together: their rows adjoin.
+    const dim3 grid(static_cast<unsigned>(p.num_heads),
+                    static_cast<unsigned>(p.total_tokens / kTileRows + p.batch_size));
+    launch_kernel(kKernel, LaunchShape{grid, C::kThreads, kSmemBytes, stream}, params);
+}
+
+}  // namespace
+}  // namespace attention
+
+namespace {
 
 bool is_aligned(const void* address) { return reinterpret_cast<std::uintptr_t>(address) % 16 == 0; }
 
@@ -384,21 +311,12 @@ void disentangled_attention(const DisentangledAttentionParams& p, const Launch& 
     check(p);
     if (p.total_tokens == 0 || p.batch_size == 0) return;
     const DeviceGuard guard(launch.device);
-    DisentangledAttentionParams own = p;
-    if (p.pos_k == nullptr && p.pos_q == nullptr) own.buckets = nullptr;
-    LaunchShape shape;
-    shape.grid = dim3(static_cast<unsigned>(p.total_tokens / kRows + p.batch_size),
-                      static_cast<unsigned>(p.num_heads));
-    shape.block = dim3(kThreads);
-    shape.stream = static_cast<cudaStream_t>(launch.stream);
+    const auto stream = static_cast<cudaStream_t>(launch.stream);
     dispatch_at_least<64, 128>(p.head_dim, [&]<int kDim>() {
-        shape.smem_bytes = Shared<kDim>::kBytes;
         if (p.dtype == DType::f16) {
-            allow_smem_once<&disentangled_kernel<__half, kDim>>(shape.smem_bytes);
-            launch_kernel(disentangled_kernel<__half, kDim>, shape, own);
+            attention::launch_disentangled<attention::DisentangledTypes<Half, kDim>>(p, stream);
         } else {
-            allow_smem_once<&disentangled_kernel<__nv_bfloat16, kDim>>(shape.smem_bytes);
-            launch_kernel(disentangled_kernel<__nv_bfloat16, kDim>, shape, own);
+            attention::launch_disentangled<attention::DisentangledTypes<BFloat16, kDim>>(p, stream);
         }
     });
     BYTETX_CUDA_CHECK(cudaGetLastError());
