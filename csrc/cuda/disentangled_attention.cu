@@ -163,8 +163,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtas)
     }
     __syncwarp();  // the whole warp may initialise, in the compiler's eyes; its first lane arrives
     wait_for_prior_kernel();
-    const int head = blockIdx.x;
-    const SequenceTile tile = find_tile(p, blockIdx.y);
+    // Heads of a tile run together: their rows adjoin.
+    const int head = static_cast<int>(blockIdx.x) % p.num_heads;
+    const SequenceTile tile = find_tile(p, static_cast<int>(blockIdx.x) / p.num_heads);
     if (tile.seqlen == 0) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
@@ -267,9 +268,8 @@ void launch_disentangled(const DisentangledAttentionParams& p, cudaStream_t stre
     constexpr auto kKernel = disentangled_kernel<C>;
     constexpr int kSmemBytes = sizeof(DisentangledSmem<C>);
     allow_smem_once<kKernel>(kSmemBytes);
-    // Heads of a tile run together: their rows adjoin.
-    const dim3 grid(static_cast<unsigned>(p.num_heads),
-                    static_cast<unsigned>(p.total_tokens / kTileRows + p.batch_size));
+    const int64_t num_tiles = p.total_tokens / kTileRows + p.batch_size;
+    const dim3 grid(static_cast<unsigned>(num_tiles * p.num_heads));
     launch_kernel(kKernel, LaunchShape{grid, C::kThreads, kSmemBytes, stream}, params);
 }
 
