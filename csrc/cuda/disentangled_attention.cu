@@ -19,9 +19,9 @@
 // other's waits.
 //
 // Numerics. Products, scores, softmax and sums are f32; weights are rounded to the element type for
-// the second product. Between the two, position terms are halves for f16 and bf16 inputs alike:
-// rounded to 11 bits, where a bf16 input has 8 bits. A term beyond their range (65504) makes its
-// row no number, and such rows are computed again in f32 from the row's own keys
+// the second product. On their way to the scores, position terms are halves, for f16 and bf16
+// inputs alike: rounded to 11 bits, where a bf16 input has 8. A term beyond their range (65504)
+// makes its row no number, and such rows are computed again in f32 from the row's own keys
 // (attention_store.cuh): right at every magnitude, and slow.
 //
 // Bytes: q, k, v, out once each from DRAM; keys, values and blocks (32 KB a step with 64 features)
