@@ -3,6 +3,7 @@
 from typing import Any
 
 from bytetx.checkpoint.names import checkpoint_name, checkpoint_path
+from bytetx.nn.held_memory import weights_bytes
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.ops.native import tile_rows
 
@@ -13,7 +14,7 @@ def checkpoint_info(
     """Family, sizes, dtype, device, ranks, heads and their labels, limits, tensors left unused.
 
     weights_formats are the bytes in the files by format, such as F32 or Q4_K, and weights_bits what
-    a parameter has of them.
+    a parameter has of them; held_bytes are those of all weights in this process's memory.
     max_tokens: of one text.  token_budget: tokens of one forward pass.  prefix_cache_bytes: of
     prefixes that are kept.
     """
@@ -36,6 +37,7 @@ def checkpoint_info(
         "num_parameters": checkpoint.num_parameters,
         "weights_formats": dict(checkpoint.saved_formats),
         "weights_bits": _bits(checkpoint),
+        "held_bytes": weights_bytes([checkpoint.transformer, heads]),
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "num_heads": spec.num_heads,

@@ -63,7 +63,8 @@ def load(
     as the hub knows them); a LoRA adapter is merged into its base model.
     device: "auto" is CUDA where there is one.  dtype: float32, bfloat16 or float16 (fp32, bf16,
     fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16; fp8: an
-    encoder's GEMMs multiply E4M3 rows, on Hopper GPUs; int8: 8-bit integers, on CPUs.
+    encoder's GEMMs multiply E4M3 rows, on Hopper GPUs; int8, int4: weights stay 8 or 4 bits in a
+    CPU's memory, and rows are rounded to 8 bits (docs/quantization.md).
     tp: processes that share the layers, each on a GPU of its own (on "cpu", all on the CPU); the
     others are started here, hold their share alone and end with the Model or its close().
     grid: processes in data x z x y x x, as "data2.z2": data takes some texts of each batch, z as
@@ -75,8 +76,8 @@ def load(
     in common; 0 keeps none, None is 1 GiB on a GPU and 256 MiB on a CPU, at most 5 % of its memory.
     cuda_graphs: replay repeated steps as CUDA graphs where the GPU's kernels allow it; same bits.
     batch_invariant: a text's results have the same bits whatever else is in its batch, found
-    prefixes and pieces of prompts included: on CPUs in float32, bfloat16 and int8, on Hopper GPUs
-    in half types, which become slower; docs/batch_invariance.md.
+    prefixes and pieces of prompts included: on CPUs in float32, bfloat16, int8 and int4, on Hopper
+    GPUs in half types, which become slower; docs/batch_invariance.md.
     generation_config: where generation starts for the parameters that a request leaves unset:
     "auto" is the checkpoint's generation_config.json; "vllm" takes its end-of-text tokens alone, as
     vLLM's option of that name does; "none" does not read it; else the path of such a file.

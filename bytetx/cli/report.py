@@ -82,6 +82,7 @@ def _checkpoint_rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         "heads": ", ".join(info["heads"]) or "none",
         "labels": ", ".join(info["labels"]),
         "runs as": f"{info['dtype']} on {info['device']}, {info['token_budget']:,} tokens a step, "
+        f"{info['held_bytes'] / _MIB:,.0f} MiB of weights, "
         f"{info['workspace_bytes'] / _MIB:,.0f} MiB of activations",
         "prefix cache": f"{info['prefix_cache_bytes'] / _MIB:,.0f} MiB at most"
         if info["prefix_cache_bytes"]

@@ -1,8 +1,7 @@
 """Builds a generation engine for a checkpoint: its sizes, its cache and its parts."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TypeVar
 
@@ -22,6 +21,7 @@ from bytetx.generate.output_processor import (
 from bytetx.generate.scheduler import Scheduler
 from bytetx.nn.batch_invariance import check_invariant_generation
 from bytetx.nn.heads import LmHead
+from bytetx.nn.held_memory import parts_of, weights_bytes
 from bytetx.nn.kv_cache import KvCache, allocate_cache, page_bytes
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.ops.linear import LinearWeight, primitives_bytes
@@ -137,7 +137,7 @@ def generation_sizes(
         page_size=PAGE_SIZE,
         num_pages=num_pages,
         cache_bytes=num_pages * bytes_each,
-        weights_bytes=_weights_bytes(checkpoint),
+        weights_bytes=weights_bytes([checkpoint.transformer, checkpoint.heads]),
         workspace_bytes=_workspace_bytes(checkpoint, token_budget, max_samples),
         primitives_bytes=_primitives_bytes(checkpoint, token_budget),
         num_speculative_tokens=num_speculative_tokens,
@@ -279,33 +279,5 @@ def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_sample
 def _primitives_bytes(checkpoint: LoadedCheckpoint, token_budget: int) -> int:
     if checkpoint.device.type != "cpu":
         return 0
-    linears = _parts([checkpoint.transformer, checkpoint.heads.lm], LinearWeight)
+    linears = parts_of([checkpoint.transformer, checkpoint.heads.lm], LinearWeight)
     return primitives_bytes(linears, most_rows=token_budget)
-
-
-def _weights_bytes(checkpoint: LoadedCheckpoint) -> int:
-    """Bytes of all tensors of the model and its heads; shared ones count once."""
-    sizes: dict[int, int] = {}
-    for tensor in _parts([checkpoint.transformer, checkpoint.heads], torch.Tensor):
-        if tensor.is_mkldnn:  # its storage is oneDNN's own
-            sizes[id(tensor)] = tensor.numel() * tensor.element_size()
-        else:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(sizes.values())
-
-
-def _parts(owner: object, kind: type[T]) -> Iterator[T]:
-    """All objects of a type in nested collections, dataclasses and objects of this package."""
-    if isinstance(owner, kind):
-        yield owner
-    elif isinstance(owner, list | tuple):
-        for part in owner:
-            yield from _parts(part, kind)
-    elif isinstance(owner, dict):
-        yield from _parts(list(owner.values()), kind)
-    elif type(owner).__module__.startswith("bytetx."):
-        # Objects of the compiled modules have neither.
-        own = getattr(owner, "__dict__", ())
-        names = [f.name for f in fields(owner)] if is_dataclass(owner) else list(own)
-        for name in names:
-            yield from _parts(getattr(owner, name), kind)

@@ -57,8 +57,10 @@ def load_heads(
     blocks = transformer.blocks
 
     def lm() -> LmHead | None:
-        word = transformer.embeddings.word
-        return load_lm(spec, load, word=word, blocks=blocks, label_ids=label_ids)
+        table = transformer.embeddings
+        return load_lm(
+            spec, load, word=table.word, coded=table.coded, blocks=blocks, label_ids=label_ids
+        )
 
     def masked_lm() -> MaskedLMHead | None:
         return load_masked_lm(spec, load, blocks=blocks)

@@ -9,6 +9,7 @@ from bytetx.nn.layers import Layers
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.cpu_decode_step import CpuDecodeStep, CpuStepWeights, why_no_cpu_step
 from bytetx.ops.gated import GatedWeight
+from bytetx.ops.grouped_linear import GroupedWeight
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.native import has_row_kernel
 from bytetx.ops.native_params import CpuStepLayer, PanelMatrix, StepNorm
@@ -132,7 +133,7 @@ class _LayerReader:
         if qkv is None or attn_out is None or ffn_in is None or ffn_out is None:
             return None
         has_activation = half.first.block == 0 and half.activation != "none"
-        if has_activation and not _activates_alike(half.first.dense):
+        if has_activation and not _activates_alike(half.first):
             return None
         rotation = self._layers.layer_spec.rotary_of(i)
         tables = None if rotation is None else self._layers.tables[rotation]
@@ -159,19 +160,15 @@ class _LayerReader:
         )
 
     def _matrix(self, w: Weight) -> PanelMatrix | None:
-        dense = _dense(w)
-        return None if dense is None else self._panels.find(dense)
+        matrix = w.fused if isinstance(w, GatedWeight) else w
+        if isinstance(matrix, GroupedWeight):
+            return matrix.panels
+        return self._panels.find(matrix) if isinstance(matrix, LinearWeight) else None
 
 
-def _dense(w: Weight) -> LinearWeight | None:
-    """The matrix of floats that a weight is, or None where it is of another kind."""
-    matrix = w.fused if isinstance(w, GatedWeight) else w
-    return matrix if isinstance(matrix, LinearWeight) else None
-
-
-def _activates_alike(w: LinearWeight) -> bool:
+def _activates_alike(w: Weight) -> bool:
     """Whether the kernel that runs many rows computes activations as ours do, bit for bit."""
-    return w.weight.dtype == torch.int32  # it is ours
+    return isinstance(w, GroupedWeight) or w.dense.weight.dtype == torch.int32  # it is ours
 
 
 def _norm(norm: RowNorm | None) -> StepNorm:

@@ -11,6 +11,7 @@ from bytetx.checkpoint.spec import HeadSpec, ModelSpec
 from bytetx.errors import CheckpointError
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.tensors import TensorLoader
+from bytetx.ops.grouped_linear import GroupedWeight, prepare_grouped_linear
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.log_softmax import log_softmax
 from bytetx.ops.norm import RowNorm
@@ -108,7 +109,7 @@ class LmHead:
     labels: the rows of tokens that questions are answered by.
     """
 
-    decoder: LinearWeight
+    decoder: LinearWeight | GroupedWeight
     vocab_size: int
     blocks: Blocks | None = None
     divisor: float = 1.0
@@ -136,7 +137,8 @@ class LmHead:
         return torch.cat([_columns(self.forward(some), token_ids) for some in pieces])
 
     def _run(self, rows: torch.Tensor) -> torch.Tensor:
-        logits = linear(rows, self.decoder)
+        w = self.decoder
+        logits = w.matmul(rows) if isinstance(w, GroupedWeight) else linear(rows, w)
         if self.divisor != 1.0:
             logits /= self.divisor
         if self.softcap:
@@ -310,6 +312,7 @@ def load_lm(
     load: TensorLoader,
     *,
     word: torch.Tensor,
+    coded: GroupedWeight | None = None,
     blocks: Blocks | None = None,
     label_ids: Sequence[int] = (),
 ) -> LmHead | None:
@@ -318,13 +321,14 @@ def load_lm(
     word: the word embedding in use [vocab_size, embedding_size].  Where the config ties the head to
     it, the two share this memory, unless a decoder that differs was saved as well; on a CPU a
     head of at most _MAX_COPIED_HEAD_BYTES is laid out for its GEMM, and held twice.
+    coded: the word embedding in use where it has no more than 8 bits; the head has as many.
     blocks: the transformer's; of a sharded vocabulary, only the local part is read.
     label_ids: of the tokens that questions are answered by, each in the vocabulary.
     """
     head = spec.heads.get("lm")
     if head is None or not (spec.tie_word_embeddings or head.decoder in load.tensors):
         return None
-    made = _lm_head(spec, load, head, word=word, blocks=blocks)
+    made = _lm_head(spec, load, head, word=word, coded=coded, blocks=blocks)
     return replace(made, labels=_label_rows(spec, load, head, label_ids)) if label_ids else made
 
 
@@ -353,12 +357,15 @@ def _lm_head(
     head: HeadSpec,
     *,
     word: torch.Tensor,
+    coded: GroupedWeight | None,
     blocks: Blocks | None,
 ) -> LmHead:
     assert head.decoder  # families say so
     part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
     bias = None if head.bias is None else load.tensor(head.bias, shape[:1], part=part)
     more = (spec.vocab_size, blocks, spec.logits_divisor, spec.logits_softcap)
+    if coded is not None:
+        return LmHead(_coded_decoder(spec, load, head, coded, bias), *more)
     if not spec.tie_word_embeddings:
         return LmHead(load.linear_from(load.tensor(head.decoder, shape, part=part), bias), *more)
     if part is not None:
@@ -370,6 +377,23 @@ def _lm_head(
     prepack = load.prepack and word.nbytes <= _MAX_COPIED_HEAD_BYTES
     decoder = prepare_linear(word, bias, prepack=prepack, batch_invariant=load.batch_invariant)
     return LmHead(decoder, *more)
+
+
+def _coded_decoder(
+    spec: ModelSpec,
+    load: TensorLoader,
+    head: HeadSpec,
+    coded: GroupedWeight,
+    bias: torch.Tensor | None,
+) -> GroupedWeight:
+    """A head of as many bits as the word embedding, whose memory a tied one shares."""
+    assert head.decoder
+    if head.decoder in load.tensors:
+        weight = load.tensor(head.decoder, (spec.vocab_size, spec.embedding_size))
+        saved = prepare_grouped_linear(prepare_linear(weight, prepack=False), bits=coded.bits)
+        is_tied = spec.tie_word_embeddings and torch.equal(saved.strips, coded.strips)
+        coded = coded if is_tied else saved
+    return replace(coded, bias=bias)
 
 
 def load_decision(

@@ -14,11 +14,7 @@ from bytetx.ops.linear import has_cpu_bf16
 
 
 def takes_int8(spec: ModelSpec) -> bool:
-    """Whether int8 is offered: encoders without experts.
-
-    Rows of causal models have a few features that are hundreds of times larger than the others,
-    which one scale a row does not hold.
-    """
+    """Whether these weights are offered: encoders without experts."""
     return not spec.is_causal and spec.experts is None
 
 
@@ -26,10 +22,6 @@ def check(spec: ModelSpec, device: torch.device) -> None:
     """Raises OptionError where the model cannot run so on the device."""
     if device.type != "cpu":
         raise OptionError(f"dtype int8 runs on CPUs, not on {device}; use float16 or fp8")
-    if spec.is_causal:
-        raise OptionError(
-            f"dtype int8 is for encoders, and {spec.family} is a causal model; use bfloat16"
-        )
     if not takes_int8(spec):
         raise OptionError(f"dtype int8 is not for the experts of {spec.family}; use bfloat16")
     reason = why_no_int8_linear()

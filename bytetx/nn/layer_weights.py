@@ -18,7 +18,7 @@ from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import load_convolution
 from bytetx.nn.layer import DenseFeedForward, ExpertFeedForward, FeedForward, LayerWeights
 from bytetx.nn.layers import Layers
-from bytetx.nn.quantization import WEIGHT_FORMATS
+from bytetx.nn.quantization import weight_format
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader
@@ -171,7 +171,7 @@ class _LayerReader:
         self.positions = positions
         self.spec, self.layer_spec, self.shard = spec, spec.layer_spec, blocks.shard
         self.hidden, self.weight_gather = blocks.hidden, blocks.weight_gather
-        self.format = None if quantization is None else WEIGHT_FORMATS[quantization]
+        self.format = None if quantization is None else weight_format(quantization, spec)
         # Plain weights are divided, or rounded, before they are laid out for a CPU.
         is_last_layout = (self.format, self.hidden, self.weight_gather) == (None, None, None)
         self.load = load if is_last_layout else load.plain()

@@ -39,7 +39,7 @@ from bytetx.nn.batch_invariance import (
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.checkpoint_heads import Heads, load_heads
 from bytetx.nn.executor import Executor
-from bytetx.nn.quantization import WEIGHT_FORMATS, wanted_quantization
+from bytetx.nn.quantization import WEIGHT_FORMATS, held_bits, wanted_quantization
 from bytetx.nn.sentence_modules import (
     ACTIVATIONS,
     Dense,
@@ -218,7 +218,8 @@ def _load(
     weights = _open_weights(sentence, spec, head, decisions.adapter, on_tensor=on_tensor)
     quantization = wanted_quantization(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=_preferred_dtype(spec, weights.dtype))
-    check_fits(weights.num_parameters, dtype, device, parts=_num_parts(spec, blocks))
+    bits, parts = held_bits(quantization, spec), _num_parts(spec, blocks)
+    check_fits(weights.num_parameters, dtype, device, parts=parts, bits=bits)
     adapters = read_task_adapters(sentence.folder, config, weights, spec)
     if batch_invariant:
         check_batch_invariant(
@@ -595,8 +596,8 @@ def resolve_dtype(
 ) -> torch.dtype:
     """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16.
 
-    The same holds for everything but the GEMMs with "fp8", and with "int8" it is bfloat16 where the
-    CPU computes with it.
+    The same holds for everything but the GEMMs with "fp8"; with "int8" and "int4" it is bfloat16
+    where the CPU computes with it.
     """
     weight_format = WEIGHT_FORMATS.get(dtype) if isinstance(dtype, str) else None
     if weight_format is not None and weight_format.dtype is not None:

@@ -1,13 +1,18 @@
 """dtypes that name what GEMMs multiply, not what hidden states are: which model, which weights."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.errors import OptionError
 from bytetx.nn import fp8, int8
 from bytetx.nn.layer import LayerWeights
+from bytetx.ops.grouped_linear import GroupedWeight, prepare_grouped_linear
+from bytetx.ops.linear import LinearWeight
+from bytetx.ops.panel_linear import why_no_panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +22,70 @@ class WeightFormat:
     check: raises OptionError where a model's layers cannot run so on a device.
     quantize: (a layer with plain weights, whether it is the last one) -> the layer.
     dtype: of everything else; None: as of "auto".
+    table: (the word table or a head over the vocabulary) -> what is kept of it; None: it stays.
+    bits: of most parameters in memory; None: those of dtype.
     """
 
     check: Callable[[ModelSpec, torch.device], None]
     quantize: Callable[[LayerWeights, bool], LayerWeights]
     dtype: Callable[[], torch.dtype] | None = None
+    table: Callable[[LinearWeight], GroupedWeight] | None = None
+    bits: float | None = None
 
 
-FP8, INT8 = "fp8", "int8"
+FP8, INT8, INT4 = "fp8", "int8", "int4"
+
+
+def _check_groups(name: str, spec: ModelSpec, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise OptionError(f"dtype {name} runs on CPUs, not on {device}; use float16 or bfloat16")
+    if spec.experts is not None:
+        raise OptionError(f"dtype {name} is not for the experts of {spec.family}; use bfloat16")
+    reason = why_no_panels()
+    if reason is not None:
+        raise OptionError(f"dtype {name} cannot run on this machine: {reason}; use float32")
+
+
+def _in_groups(layer: LayerWeights, is_last: bool, *, bits: int) -> LayerWeights:
+    return layer.converted(partial(prepare_grouped_linear, bits=bits))
+
+
+_INT4 = WeightFormat(
+    partial(_check_groups, INT4),
+    partial(_in_groups, bits=4),
+    int8.activation_dtype,
+    bits=5.0,
+)
 WEIGHT_FORMATS = {
     FP8: WeightFormat(fp8.check, fp8.quantize),
     INT8: WeightFormat(int8.check, int8.quantize, int8.activation_dtype),
+    INT4: _INT4,
 }
+# Rows of causal models have a few features that are hundreds of times larger than the others, which
+# one scale a row does not hold: these have scales of groups. Table and head keep 8 bits, because
+# every token's result depends on them directly.
+_TABLE = partial(prepare_grouped_linear, bits=8)
+_CAUSAL = {
+    INT8: WeightFormat(
+        partial(_check_groups, INT8),
+        partial(_in_groups, bits=8),
+        int8.activation_dtype,
+        table=_TABLE,
+        bits=8.5,
+    ),
+    INT4: replace(_INT4, table=_TABLE),
+}
+
+
+def weight_format(name: str, spec: ModelSpec) -> WeightFormat:
+    """The format that a dtype, a key of WEIGHT_FORMATS, names in this model."""
+    found = WEIGHT_FORMATS[name]
+    return _CAUSAL.get(name, found) if spec.is_causal else found
+
+
+def held_bits(name: str | None, spec: ModelSpec) -> float | None:
+    """Bits of most parameters in memory; None: those of the dtype.  name: None for a plain one."""
+    return None if name is None else weight_format(name, spec).bits
 
 
 def wanted_quantization(
@@ -40,5 +97,5 @@ def wanted_quantization(
     """
     if not isinstance(dtype, str) or dtype not in WEIGHT_FORMATS:
         return None
-    WEIGHT_FORMATS[dtype].check(spec, device)
+    weight_format(dtype, spec).check(spec, device)
     return dtype

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,12 @@ from bytetx.nn.layer import Rows
 from bytetx.nn.layer_weights import load_layers
 from bytetx.nn.layer_weights import tensor_names as layer_tensor_names
 from bytetx.nn.layers import Layers, OnKv, OnLayer, Pause
+from bytetx.nn.quantization import weight_format
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
-from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.grouped_linear import GroupedWeight
+from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged_plan import launches_by_sizes
 from bytetx.packed import ComputedTokens, PackedBatch, SharedPrefixes
@@ -30,12 +32,19 @@ from bytetx.parallel.layout import ModelShard
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingWeights:
-    word: torch.Tensor  # [vocab_size, embedding_size]
+    word: torch.Tensor  # [vocab_size, embedding_size], without rows where `coded` holds them
     position: torch.Tensor | None  # [max_positions + position_offset, embedding_size]
     token_type: torch.Tensor | None  # [num_token_types, embedding_size]
     norm: RowNorm | None
     project: LinearWeight | None  # embedding_size -> hidden_size
     word_adapter: "WordAdapter | None" = None
+    coded: GroupedWeight | None = None  # the word table in 8 bits
+
+    def word_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """word[input_ids], of codes or with an adapter; [total_tokens, embedding_size]."""
+        coded = self.coded
+        words = F.embedding(input_ids, self.word) if coded is None else coded.rows(input_ids)
+        return words if self.word_adapter is None else self.word_adapter.changed(words, input_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +57,10 @@ class WordAdapter:
     rows: torch.Tensor
     out: LinearWeight
 
-    def embed(self, input_ids: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
-        """(word + change)[input_ids], [total_tokens, embedding_size] in word's dtype."""
+    def changed(self, words: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        """words + change[input_ids], [total_tokens, embedding_size] in words' dtype."""
         change = linear(F.embedding(input_ids, self.rows), self.out)
-        return change.add_(F.embedding(input_ids, word)).to(word.dtype)
+        return change.add_(words).to(words.dtype)
 
 
 class Placement(ABC):
@@ -139,8 +148,8 @@ class Transformer:
         blocks: of a rank of a group; of layers that are sharded, only its shard is read.
         prepack: reorder linear weights for the CPU's GEMM.  shares: keep the tensors given in the
         layout that they have, so that a caller who owns them does not hold them twice.
-        quantization: of what an encoder's layers multiply; dtype is that of everything else: f16 or
-        bf16 with fp8, f32 or bf16 with int8.
+        quantization: of what the layers multiply, and of a causal model's word table; dtype is that
+        of everything else: f16 or bf16 with fp8, f32 or bf16 with int8 and int4.
         batch_invariant: a sequence's bits do not depend on its batch (nn/batch_invariance.py).
         Raises CheckpointError naming every missing tensor, or the first of a wrong shape, of a
         dtype that is not floating, or with a value that is not finite.
@@ -162,6 +171,10 @@ class Transformer:
         if blocks is None:
             blocks = LocalBlocks(spec)
         embeddings = _embedding_weights(spec, load, blocks.shard)
+        table = None if quantization is None else weight_format(quantization, spec).table
+        if table is not None and blocks.shard is None:
+            coded = table(prepare_linear(embeddings.word, prepack=False))
+            embeddings = replace(embeddings, word=embeddings.word[:0].clone(), coded=coded)
         project_out = _project_out(spec, load)
         bias = _relative_bias(spec, load, blocks.shard)
         layers = load_layers(
@@ -291,8 +304,8 @@ class Transformer:
         table, norm = self.embeddings, self.embeddings.norm
         projects_words = table.project is not None and self.spec.is_causal
         embeds = batch.inputs_embeds
-        if embeds is None and table.word_adapter is not None:
-            embeds = table.word_adapter.embed(batch.input_ids, table.word)
+        if embeds is None and (table.coded is not None or table.word_adapter is not None):
+            embeds = table.word_rows(batch.input_ids)
         x = rows.embed(
             batch.input_ids,
             batch.position_ids,

@@ -60,7 +60,7 @@ class GroupedWeight(QuantizedWeight):
     @property
     def restored(self) -> Tensor:
         """The matrix that it stands for, f32 [n, k]."""
-        return _values(*self._groups(), self.factor)[:, : self.k]
+        return _values(*self._groups(), self.factor)[:, : self.k].contiguous()
 
     def rows(self, indices: Tensor) -> Tensor:
         """Those rows of the matrix, a new [len(indices), k] of dtype, as an embedding reads them.

@@ -15,18 +15,25 @@ _PREFIX_CACHE_BYTES, _PREFIX_CACHE_PART = {"cpu": 256 << 20, "cuda": _GIB}, 20
 
 
 def check_fits(
-    num_parameters: int, dtype: torch.dtype, device: torch.device, *, parts: int
+    num_parameters: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    parts: int,
+    bits: float | None = None,
 ) -> None:
     """Raises CheckpointError where the weights alone take more memory than the device has.
 
     parts: processes that share the weights, each with a device of its own unless it is a CPU.
+    bits: of a parameter in memory; None: those of dtype.
     """
-    num_bytes = num_parameters * dtype.itemsize
+    kind = str(dtype) if bits is None else f"{bits:g} bits each"
+    num_bytes = int(num_parameters * (8 * dtype.itemsize if bits is None else bits)) // 8
     share = num_bytes if device.type == "cpu" else num_bytes // parts
     has = memory_bytes(device)
     if share > has:
         raise CheckpointError(
-            f"the weights take {share / _GIB:,.1f} GiB in {dtype}, {device} has {has / _GIB:,.1f} "
+            f"the weights take {share / _GIB:,.1f} GiB in {kind}, {device} has {has / _GIB:,.1f} "
             "GiB; load them in float16 or bfloat16, on another device, or with tp"
         )
 

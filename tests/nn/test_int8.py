@@ -61,8 +61,9 @@ def test_vectors_of_real_texts() -> None:
 
 
 def test_where_it_cannot_run(tmp_path: Path) -> None:
-    causal = tiny.save(tiny_decoder("llama"), tmp_path)
-    with pytest.raises(InputError, match="dtype int8 is for encoders, and llama is a causal model"):
-        bytetx.load(causal, device="cpu", dtype="int8")
+    mixture = tiny.save(tiny_decoder("mixtral"), tmp_path)
+    for dtype in ("int8", "int4"):
+        with pytest.raises(InputError, match=f"dtype {dtype} is not for the experts of mixtral"):
+            bytetx.load(mixture, device="cpu", dtype=dtype)
     with pytest.raises(InputError, match="dtype int8 runs in one process; leave out tp"):
         bytetx.load(demo_checkpoint(), device="cpu", dtype="int8", tp=2)

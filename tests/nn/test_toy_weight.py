@@ -83,12 +83,12 @@ def prepare_int4(plain: LinearWeight) -> Int4Weight:
 
 
 @pytest.fixture(autouse=True)
-def int4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def toy4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made = WeightFormat(
         check=lambda spec, device: None,
         quantize=lambda layer, is_last: layer.converted(prepare_int4),
     )
-    monkeypatch.setitem(WEIGHT_FORMATS, "int4", made)
+    monkeypatch.setitem(WEIGHT_FORMATS, "toy4", made)
     yield
 
 
@@ -120,8 +120,8 @@ def rounded_states(folder: Path) -> Tensor:
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gpt_neox", "mixtral"])
 def test_encoders_and_decoders_multiply_it(name: str, tmp_path: Path) -> None:
     folder = folder_of(name, tmp_path)
-    loaded = load_checkpoint(folder, device="cpu", dtype="int4")
-    assert loaded.quantization == "int4"
+    loaded = load_checkpoint(folder, device="cpu", dtype="toy4")
+    assert loaded.quantization == "toy4"
     found = loaded.transformer.forward(batch_of(folder))
     torch.testing.assert_close(found, rounded_states(folder), rtol=0, atol=TOLERANCE)
     plain = load_checkpoint(folder, device="cpu", dtype="float32")
@@ -138,11 +138,11 @@ def test_ranks_divide_it(name: str, axes: str, tmp_path: Path) -> None:
     folder, grid = folder_of(name, tmp_path), parse_grid(axes)
     wanted, spec = rounded_states(folder), load_spec(folder)
     batch = batch_of(folder)
-    whole = load_checkpoint(folder, device="cpu", dtype="int4").transformer.layers.weights
+    whole = load_checkpoint(folder, device="cpu", dtype="toy4").transformer.layers.weights
 
     def do(group: TpGroup) -> tuple[Tensor, int]:
         blocks = grid_blocks(spec, group)
-        local = load_checkpoint(folder, device="cpu", dtype="int4", blocks=blocks).transformer
+        local = load_checkpoint(folder, device="cpu", dtype="toy4", blocks=blocks).transformer
         num_bytes = sum(layer.num_bytes for layer in local.layers.weights)
         return grid_transformer(local, group).forward(batch), num_bytes
 
@@ -155,10 +155,10 @@ def test_ranks_divide_it(name: str, axes: str, tmp_path: Path) -> None:
 
 def test_vectors_and_new_tokens(tmp_path: Path) -> None:
     texts = ["a short text", "another one that is longer than the first"]
-    got = bytetx.load(demo_checkpoint(), device="cpu", dtype="int4").embed(texts).vectors
+    got = bytetx.load(demo_checkpoint(), device="cpu", dtype="toy4").embed(texts).vectors
     exact = bytetx.load(demo_checkpoint(), device="cpu").embed(texts).vectors
     assert 0.9 < np.sum(got * exact, 1).min() < 0.9999
-    model = bytetx.load(folder_of("llama", tmp_path), device="cpu", dtype="int4")
+    model = bytetx.load(folder_of("llama", tmp_path), device="cpu", dtype="toy4")
     (result,) = model.generate([[5, 6, 7]], bytetx.SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(result.token_ids) == 4
 
