@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -50,11 +49,19 @@ CUDA_FLAGS = [
 ]
 
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
-ISA_FLAGS = {  # file name suffix -> flags; such a file is left out on other processors
-    "_avx512bf16": [*_AVX512, "-mavx512bf16"],
-    "_avx512vnni": [*_AVX512, "-mavx512vnni"],
-    "_avx512": _AVX512,
-    "_avx2": ["-mavx2", "-mfma", "-mf16c"],
+ISA_FLAGS = {  # processor -> file name suffix -> flags; it leaves out the files of others
+    "x86_64": {
+        "_avx512bf16": [*_AVX512, "-mavx512bf16"],
+        "_avx512vnni": [*_AVX512, "-mavx512vnni"],
+        "_avx512": _AVX512,
+        "_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    },
+    "aarch64": {
+        "_neonbf16": ["-march=armv8.2-a+bf16", "-DBYTETX_NEON"],
+        "_neoni8mm": ["-march=armv8.2-a+i8mm", "-DBYTETX_NEON"],
+        "_neondotprod": ["-march=armv8.2-a+dotprod", "-DBYTETX_NEON"],
+        "_neon": ["-march=armv8-a", "-DBYTETX_NEON"],
+    },
 }
 
 
@@ -225,15 +232,21 @@ def relative(paths: Iterable[Path]) -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 
 
+@cache
+def processor() -> str | None:
+    """The key of ISA_FLAGS that the host compiler compiles for, or None for another one."""
+    command = [*host_compiler(), "-dM", "-E", "-x", "c++", os.devnull]
+    macros = subprocess.run(command, capture_output=True, text=True).stdout
+    return next((name for name in ISA_FLAGS if f"#define __{name}__ " in macros), None)
+
+
 def isa_of(source: str) -> str | None:
-    return next((isa for isa in ISA_FLAGS if Path(source).stem.endswith(isa)), None)
+    suffixes = (suffix for flags in ISA_FLAGS.values() for suffix in flags)
+    return next((suffix for suffix in suffixes if Path(source).stem.endswith(suffix)), None)
 
 
 def cpu_sources() -> list[str]:
-    """csrc/cpu, without the files for another kind of processor."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    every = relative((ROOT / "csrc" / "cpu").glob("*.cpp"))
-    return [*BOTH_MODULES, *(s for s in every if is_x86 or isa_of(s) is None)]
+    return [*BOTH_MODULES, *relative((ROOT / "csrc" / "cpu").glob("*.cpp"))]
 
 
 def cuda_sources() -> list[str]:
@@ -264,10 +277,11 @@ def instance_units() -> list[str]:
 
 
 def cpu_steps() -> list[Step]:
-    sources = cpu_sources()
+    flags = {None: [], **ISA_FLAGS.get(processor(), {})}
+    sources = [source for source in cpu_sources() if isa_of(source) in flags]
     isas = sorted({isa for source in sources if (isa := isa_of(source))})
     defines = ["-DBYTETX_MODULE=_cpu", *(f"-DBYTETX_HAS{isa.upper()}" for isa in isas)]
-    return [host_step(s, [*defines, *ISA_FLAGS.get(isa_of(s) or "", [])]) for s in sources]
+    return [host_step(source, [*defines, *flags[isa_of(source)]]) for source in sources]
 
 
 def cuda_steps(cuda: Cuda) -> list[Step]:

@@ -7,9 +7,9 @@
 
 namespace bytetx {
 
-// cpu only, on processors with AVX2. d = act(x @ w.T + bias), products and sums in f32: one chain
-// of sums over k for each result, in the order of k, whatever m, the row's place and the number of
-// threads are.
+// cpu only, on processors with AVX2 or NEON. d = act(x @ w.T + bias), products and sums in f32: one
+// chain of sums over k for each result, in the order of k, whatever m, the row's place and the
+// number of threads are.
 struct Bf16LinearParams {
     const void* x;       // [m, k], bf16, contiguous
     const void* weight;  // [n, k], bf16, contiguous; or packed: [n / 32, k / 2, 32, 2], 2 features

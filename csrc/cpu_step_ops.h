@@ -52,9 +52,9 @@ class CpuStepLayers {  // made once from Python's NamedTuples
     std::vector<CpuStepLayer> layers_;
 };
 
-// cpu only, on processors with AVX2. All layers and the last norm for the next token of each
-// sequence; their keys and values are written to their slots. Each step of it has the bits of the
-// operation that it stands for: rms_norm, panel_linear, rotary, write_kv, paged_attention,
+// cpu only, on processors with AVX2 or NEON. All layers and the last norm for the next token of
+// each sequence; their keys and values are written to their slots. Each step of it has the bits of
+// the operation that it stands for: rms_norm, panel_linear, rotary, write_kv, paged_attention,
 // gate_blocks.
 struct CpuDecodeStepParams {
     const CpuStepLayers* layers;

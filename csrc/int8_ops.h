@@ -7,7 +7,7 @@
 
 namespace bytetx {
 
-// cpu only, on processors with AVX2. d = act(x @ w.T + bias), rows of x rounded to 8 bits:
+// cpu only, on processors with AVX2 or NEON. d = act(x @ w.T + bias), rows of x rounded to 8 bits:
 // x[i] is about scale * (q[i] - zero), where scale and zero map the row's least and largest value,
 // or 0 where that lies beyond them, to -128 and 127. A row with a NaN or infinity gives NaN.
 struct Int8LinearParams {

@@ -22,6 +22,10 @@ enum class Isa : int {
     avx512 = 4,     // F, BW, DQ and VL
     avx512_vnni = 8,
     avx512_bf16 = 16,
+    neon = 32,  // 64-bit ARM's, as those below
+    neon_dotprod = 64,
+    neon_i8mm = 128,
+    neon_bf16 = 256,
 };
 
 // Where an op runs. cuda/ reads device and stream, cpu/ reads num_threads and isa.

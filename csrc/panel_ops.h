@@ -33,8 +33,8 @@ struct PanelMatrix {
     PanelFormat format;
 };
 
-// cpu only, on processors with AVX2. d = act(x @ w.T + bias): for few rows the weight is read once.
-// A result depends on its row and output alone, bit for bit.
+// cpu only, on processors with AVX2 or NEON. d = act(x @ w.T + bias): for few rows the weight is
+// read once. A result depends on its row and output alone, bit for bit.
 struct PanelLinearParams {
     const void* x;    // [m, k], dtype, contiguous
     void* d;          // [m, n]
@@ -49,8 +49,8 @@ struct PanelLinearParams {
 int64_t panel_linear_workspace_bytes(int64_t m, int64_t k);
 void panel_linear(const PanelLinearParams& p, const Launch& launch);
 
-// cpu only, on processors with AVX2. out = act(gates) * values, in f32; gates and values take turns
-// in blocks of `block` columns.
+// cpu only, on processors with AVX2 or NEON. out = act(gates) * values, in f32; gates and values
+// take turns in blocks of `block` columns.
 struct GateBlocksParams {
     const void* both;  // [m, 2 * n], dtype, contiguous
     void* out;         // [m, n]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Before torch is imported: threads that wait do not spin, and processes of xdist share the cores.
@@ -22,7 +22,14 @@ if not Path("/dev/nvidiactl").exists():
 
 pytest_plugins = ["cli_runs", "gpu_receipt"]
 
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+# A processor that is emulated is slow, and no fault.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("ci")
 
 

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -132,6 +133,51 @@ def test_missing_pybind11_says_what_to_install(build: ModuleType, monkeypatch) -
     monkeypatch.setitem(sys.modules, "pybind11", None)
     with pytest.raises(build.BuildError, match="pybind11.*is not installed: run `pip install .`"):
         build.cpu_steps()
+
+
+@pytest.mark.parametrize(
+    ("processor", "suffixes"),
+    [
+        ("x86_64", {"", "_avx2", "_avx512bf16"}),
+        ("aarch64", {"", "_neon", "_neonbf16", "_neoni8mm", "_neondotprod"}),
+        (None, {""}),
+    ],
+)
+def test_files_of_other_processors_are_left_out(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, processor: str | None, suffixes: set[str]
+) -> None:
+    folder = build.ROOT / "csrc" / "cpu"
+    folder.mkdir()
+    for suffix in ("", *(s for flags in build.ISA_FLAGS.values() for s in flags)):
+        (folder / f"x{suffix}.cpp").touch()
+    monkeypatch.setattr(build, "processor", lambda: processor)
+    monkeypatch.setattr(build, "host_step", lambda source, flags: (source, flags))
+    flags = {Path(source).stem: flags for source, flags in build.cpu_steps()}
+    assert {f"x{suffix}" for suffix in suffixes} <= flags.keys()
+    assert {stem for stem in flags if stem.startswith("x_")} == {
+        f"x{suffix}" for suffix in build.ISA_FLAGS.get(processor, {})
+    }
+    if processor == "aarch64":
+        assert {"-march=armv8.2-a+i8mm", "-DBYTETX_NEON"} <= set(flags["x_neoni8mm"])
+        assert "-DBYTETX_HAS_NEONDOTPROD" in flags["x"]
+        assert not any("AVX" in flag for flag in flags["x"])
+
+
+def test_processor_is_the_one_that_the_compiler_compiles_for(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put_program(tmp_path / "cross", "#define __aarch64__ 1")
+    monkeypatch.setattr(build, "host_compiler", lambda: (str(tmp_path / "cross"),))
+    assert build.processor() == "aarch64"
+
+
+def test_arm_kernels_compile_where_zig_is(tmp_path: Path) -> None:
+    pytest.importorskip("ziglang")
+    source = CSRC / "cpu" / "int8_linear_neoni8mm.cpp"
+    target = ["-target", "aarch64-linux-gnu.2.28", "-mcpu=generic+i8mm", "-DBYTETX_NEON"]
+    compiler = [sys.executable, "-m", "ziglang", "c++", "-std=c++20", f"-I{CSRC}", *target]
+    subprocess.run([*compiler, "-c", str(source), "-o", str(tmp_path / "x.o")], check=True)
+    assert (tmp_path / "x.o").stat().st_size > 10000
 
 
 @pytest.fixture
@@ -301,7 +347,7 @@ def test_units_that_did_not_change_are_kept(build: ModuleType) -> None:
 
 def test_report_covers_every_op() -> None:
     report = backend_report()
-    assert any(isa in report.cpu for isa in ("avx512_bf16", "avx512", "avx2", "portable"))
+    assert any(isa in report.cpu for isa in native.ISA_BITS)
     assert {op.op for op in report.ops} == OPERATIONS.keys()
     assert {"embed", "layer_norm", "linear", "varlen_attention", "sum_copies"} <= OPERATIONS.keys()
     assert all(op.cpu and op.cuda for op in report.ops)

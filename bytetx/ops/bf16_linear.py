@@ -15,7 +15,7 @@ def why_no_bf16_linear() -> str | None:
     """Why this machine cannot run bf16_linear, or None where it can."""
     reason = native.why_no_kernel("bf16_linear_isa", _CPU)
     if reason is None and bf16_linear_isa() is None:
-        return "it needs a CPU with AVX2"
+        return "it needs a CPU with AVX2 or NEON"
     return reason
 
 

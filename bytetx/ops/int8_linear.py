@@ -1,4 +1,4 @@
-"""Linear layers of 8-bit integers on CPUs with AVX2 or VNNI: weights as the kernel takes them."""
+"""Linear layers of 8-bit integers on CPUs: weights as the kernels take them."""
 
 from dataclasses import dataclass
 
@@ -63,7 +63,7 @@ def why_no_int8_linear() -> str | None:
     """Why this machine cannot run int8_linear, or None where it can."""
     reason = native.why_no_kernel("int8_linear_isa", _CPU)
     if reason is None and int8_linear_isa() is None:
-        return "it needs a CPU with AVX2"
+        return "it needs a CPU with AVX2 or NEON"
     return reason
 
 

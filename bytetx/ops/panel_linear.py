@@ -16,13 +16,13 @@ def why_no_panels() -> str | None:
     """Why this machine cannot run these kernels, or None where it can."""
     reason = native.why_no_kernel("panel_linear_isa", _CPU)
     if reason is None and native.require_kernel("panel_linear_isa", _CPU)() is None:
-        return "it needs a CPU with AVX2"
+        return "it needs a CPU with AVX2 or NEON"
     return reason
 
 
 def has_bf16_dot() -> bool:
-    """Whether the kernels have bf16's own instruction here, vdpbf16ps."""
-    return "avx512_bf16" in native.available_isas()
+    """Whether the kernels have bf16's own instruction here, vdpbf16ps or bfdot."""
+    return not {"avx512_bf16", "neon_bf16"}.isdisjoint(native.available_isas())
 
 
 def panel_linear(x: Tensor, w: PanelMatrix, *, activation: int = 0, isa: str = "auto") -> Tensor:

@@ -115,6 +115,9 @@ cpu::AttentionKernels cpu::choose_attention(Isa isa, DType dtype) {
     if (has(isa, Isa::avx512_bf16)) kernels = attention_avx512bf16(dtype);
     if (kernels.attend == nullptr && has(isa, Isa::avx512)) kernels = attention_avx512(dtype);
     if (kernels.attend == nullptr && has(isa, Isa::avx2)) kernels = attention_avx2(dtype);
+#elif defined(__aarch64__)
+    if (has(isa, Isa::neon_bf16)) kernels = attention_neonbf16(dtype);
+    if (kernels.attend == nullptr && has(isa, Isa::neon)) kernels = attention_neon(dtype);
 #endif
     return kernels.attend == nullptr ? attention_portable(dtype) : kernels;
 }

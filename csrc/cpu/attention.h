@@ -141,11 +141,13 @@ struct AttentionKernels {
                   const float* partials, int32_t num_runs, float* scratch);
 };
 
-// All but the portable ones are built for x86-64 only.
+// All but the portable ones are built for their own kind of processor only.
 AttentionKernels attention_portable(DType dtype);
 AttentionKernels attention_avx2(DType dtype);
 AttentionKernels attention_avx512(DType dtype);
 AttentionKernels attention_avx512bf16(DType dtype);
+AttentionKernels attention_neon(DType dtype);
+AttentionKernels attention_neonbf16(DType dtype);
 
 // Those of `isa`, or of the best set below it that has some for this dtype.
 AttentionKernels choose_attention(Isa isa, DType dtype);

@@ -7,9 +7,9 @@
 // but with AMX, and there (Sapphire Rapids) vdpbf16ps was slower than this, 58 to 86 GFLOP/s of one
 // core against 92 to 149.
 //
-// Tile: 6 rows x 16 outputs with AVX2, 12 x 32 with AVX-512; few rows take twice the outputs, for
-// as many chains in flight. Bound by: the two multiply-add pipes, from some 4 rows on; below, by
-// the weight's way from memory.
+// Tile: 6 rows x 16 outputs with AVX2 and NEON, 12 x 32 with AVX-512; few rows take twice the
+// outputs, for as many chains in flight. Bound by: the two multiply-add pipes, from some 4 rows on;
+// below, by the weight's way from memory.
 #pragma once
 
 #include "cpu/bf16_linear.h"
@@ -66,6 +66,25 @@ inline void multiply_rest(const Bf16LinearParams& p, const float* rows, int64_t 
 
 // to[8 pairs][8 of a panel's outputs] = from[8 outputs][8 pairs]; `stride` in features.
 inline void transpose_words(const Bf16* from, int64_t stride, uint32_t* to) {
+#if defined(BYTETX_NEON)
+    const auto load_pairs = [=](int output, int pair) {
+        return vreinterpretq_u32_u16(vld1q_u16(&from[output * stride + 2 * pair].bits));
+    };
+    for (int output = 0; output < 8; output += 4) {
+        for (int pair = 0; pair < 8; pair += 4) {
+            const uint32x4_t a = load_pairs(output, pair), b = load_pairs(output + 1, pair);
+            const uint32x4_t c = load_pairs(output + 2, pair), d = load_pairs(output + 3, pair);
+            const uint32x4x2_t even = vzipq_u32(a, c), odd = vzipq_u32(b, d);
+            const uint32x4x2_t low = vzipq_u32(even.val[0], odd.val[0]);
+            const uint32x4x2_t high = vzipq_u32(even.val[1], odd.val[1]);
+            uint32_t* block = to + pair * kBf16Columns + output;
+            vst1q_u32(block, low.val[0]);
+            vst1q_u32(block + kBf16Columns, low.val[1]);
+            vst1q_u32(block + 2 * kBf16Columns, high.val[0]);
+            vst1q_u32(block + 3 * kBf16Columns, high.val[1]);
+        }
+    }
+#else
     __m256 rows[8], halves[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
@@ -90,6 +109,7 @@ inline void transpose_words(const Bf16* from, int64_t stride, uint32_t* to) {
         _mm256_storeu_ps(low, _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x20));
         _mm256_storeu_ps(high, _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x31));
     }
+#endif
 }
 
 // Columns [first, first + 32) of plain weights as a packed panel; those from n on are zeros.

@@ -25,6 +25,11 @@ namespace avx2 {
 extern const Bf16Kernel kBf16Kernel;
 }
 #endif
+#if defined(BYTETX_HAS_NEON)
+namespace neon {
+extern const Bf16Kernel kBf16Kernel;
+}
+#endif
 
 namespace {
 
@@ -48,6 +53,9 @@ NamedKernel find_kernel(Isa isa) {
 #if defined(BYTETX_HAS_AVX2)
     if (has(isa, Isa::avx2)) return {&avx2::kBf16Kernel, "AVX2"};
 #endif
+#if defined(BYTETX_HAS_NEON)
+    if (has(isa, Isa::neon)) return {&neon::kBf16Kernel, "NEON"};
+#endif
     static_cast<void>(isa);
     return {nullptr, nullptr};
 }
@@ -64,7 +72,7 @@ int64_t bf16_linear_workspace_bytes(int64_t k, int num_threads) {
 void bf16_linear(const Bf16LinearParams& p, const Launch& launch) {
     using namespace cpu;
     const Bf16Kernel* kernel = find_kernel(resolve_isa(launch.isa)).kernel;
-    if (kernel == nullptr) throw std::runtime_error("bf16_linear needs AVX2");
+    if (kernel == nullptr) throw std::runtime_error("bf16_linear needs AVX2 or NEON");
     if (p.workspace_bytes < bf16_linear_workspace_bytes(p.k, launch.num_threads)) {
         throw std::invalid_argument("bf16_linear: the workspace is too small");
     }

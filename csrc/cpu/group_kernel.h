@@ -17,9 +17,9 @@
 // 30480, so that a whole group needs no wider sum. 8 bits would saturate there; their bytes are
 // widened to 16 bits and multiplied in pairs into 32.
 //
-// Tile: 4 rows x 16 outputs with AVX2, 8 x 16 with AVX-512. Bound by: memory for few rows, the
-// multipliers for many. A result depends on its row and output alone, bit for bit, and not on the
-// instruction set.
+// Tile: 4 rows x 16 outputs with AVX2 and NEON, 8 x 16 with AVX-512. Bound by: memory for few rows,
+// the multipliers for many. A result depends on its row and output alone, bit for bit, and not on
+// the instruction set.
 #pragma once
 
 #include "cpu/panels.h"
@@ -57,6 +57,83 @@ inline Words rounded(Vec x) { return {_mm512_cvtps_epi32(x.v)}; }
 inline int32_t sum_of(Words w) { return _mm512_reduce_add_epi32(w.v); }
 inline void store_bytes(int8_t* p, Words w) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(w.v));
+}
+#elif defined(BYTETX_NEON)
+constexpr int kGroupRows = 4;
+struct Words {
+    uint8x16_t low, high;
+};
+template <typename Half>
+inline Words each_half(Half half, Words a) {
+    return {half(a.low), half(a.high)};
+}
+template <typename Half>
+inline Words each_half(Half half, Words a, Words b) {
+    return {half(a.low, b.low), half(a.high, b.high)};
+}
+inline int16x8_t as16(uint8x16_t x) { return vreinterpretq_s16_u8(x); }
+inline int32x4_t as32(uint8x16_t x) { return vreinterpretq_s32_u8(x); }
+inline uint8x16_t bytes_of(int16x8_t x) { return vreinterpretq_u8_s16(x); }
+inline uint8x16_t bytes_of(int32x4_t x) { return vreinterpretq_u8_s32(x); }
+
+inline Words load_codes(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16)}; }
+inline Words spread(const void* p) {
+    int32_t word;
+    __builtin_memcpy(&word, p, sizeof(word));
+    return {bytes_of(vdupq_n_s32(word)), bytes_of(vdupq_n_s32(word))};
+}
+inline Words no_words() { return {vdupq_n_u8(0), vdupq_n_u8(0)}; }
+inline Words low_nibbles(Words w) {
+    return each_half([](auto x) { return vandq_u8(x, vdupq_n_u8(15)); }, w);
+}
+inline Words high_nibbles(Words w) {
+    return each_half([](auto x) { return vshrq_n_u8(x, 4); }, w);
+}
+inline Words even_bytes(Words w) {
+    return each_half([](auto x) { return bytes_of(vandq_s16(as16(x), vdupq_n_s16(255))); }, w);
+}
+inline Words odd_bytes(Words w) {
+    const auto odd = [](auto x) {
+        return vreinterpretq_u8_u16(vshrq_n_u16(vreinterpretq_u16_u8(x), 8));
+    };
+    return each_half(odd, w);
+}
+inline Words add16(Words a, Words b) {
+    return each_half([](auto x, auto y) { return bytes_of(vaddq_s16(as16(x), as16(y))); }, a, b);
+}
+inline Words add32(Words a, Words b) {
+    return each_half([](auto x, auto y) { return bytes_of(vaddq_s32(as32(x), as32(y))); }, a, b);
+}
+inline Words sub32(Words a, Words b) {
+    return each_half([](auto x, auto y) { return bytes_of(vsubq_s32(as32(x), as32(y))); }, a, b);
+}
+inline Words pairs_of_bytes(Words w, Words x) {  // w below 128
+    const auto pairs = [](uint8x16_t a, uint8x16_t b) {
+        const int8x16_t y = vreinterpretq_s8_u8(a), z = vreinterpretq_s8_u8(b);
+        return bytes_of(vpaddq_s16(vmull_s8(vget_low_s8(y), vget_low_s8(z)), vmull_high_s8(y, z)));
+    };
+    return each_half(pairs, w, x);
+}
+inline Words pairs_of_words(Words w, Words x) {
+    const auto pairs = [](uint8x16_t a, uint8x16_t b) {
+        const int16x8_t y = as16(a), z = as16(b);
+        return bytes_of(
+            vpaddq_s32(vmull_s16(vget_low_s16(y), vget_low_s16(z)), vmull_high_s16(y, z)));
+    };
+    return each_half(pairs, w, x);
+}
+inline Words ones16() { return {bytes_of(vdupq_n_s16(1)), bytes_of(vdupq_n_s16(1))}; }
+inline Vec floats_of(Words w) { return {vcvtq_f32_s32(as32(w.low)), vcvtq_f32_s32(as32(w.high))}; }
+inline Vec load_half(const uint16_t* p) {
+    const float16x8_t half = vreinterpretq_f16_u16(vld1q_u16(p));
+    return {vcvt_f32_f16(vget_low_f16(half)), vcvt_high_f32_f16(half)};
+}
+inline Words rounded(Vec x) {
+    return {bytes_of(vcvtnq_s32_f32(x.low)), bytes_of(vcvtnq_s32_f32(x.high))};
+}
+inline int32_t sum_of(Words w) { return vaddvq_s32(vaddq_s32(as32(w.low), as32(w.high))); }
+inline void store_bytes(int8_t* p, Words w) {
+    vst1_s8(p, vmovn_s16(vcombine_s16(vmovn_s32(as32(w.low)), vmovn_s32(as32(w.high)))));
 }
 #else
 constexpr int kGroupRows = 4;

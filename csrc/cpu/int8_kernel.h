@@ -3,8 +3,9 @@
 // Formula: with x about s (q - z) and the weight t w, a result is
 //   act(s (t sum(q (w + 128)) - 128 t sum(q) - z t sum(w)) + bias)
 // since VNNI multiplies unsigned by signed bytes: the weight is stored with 128 added, and
-// 128 sum(q) is taken off in 32-bit integers, exactly. Every instruction set computes the same
-// integers.
+// 128 sum(q) is taken off in 32-bit integers, exactly. (Where signed bytes are multiplied by
+// signed ones, the kernel takes 128 from the weights instead.) Every instruction set computes the
+// same integers.
 //
 // Rows are rounded each on its own, to the 256 numbers between its least and largest value:
 // asymmetric, because rows behind a GELU have few negative values. Real texts through
@@ -15,6 +16,8 @@
 #include "cpu/simd_math.h"
 #if defined(__AVX512VNNI__)
 #include "cpu/int8_simd_avx512vnni.h"
+#elif defined(BYTETX_NEON)
+#include "cpu/int8_simd_neon.h"
 #else
 #include "cpu/int8_simd_avx2.h"
 #endif
@@ -49,7 +52,7 @@ inline QuantizedRow quantize_row(const T* x, int64_t k, Word* q) {
         sums = sums + number;
         store_words(q, i, number, padded - i);
     }
-    return {scale + fault, static_cast<float>(first_lane(zero)), 128 * reduce_sum(sums)};
+    return {scale + fault, static_cast<float>(first_lane(zero)), kWeightOffset * reduce_sum(sums)};
 }
 
 // x (1 + erf(x / sqrt 2)) / 2, 4e-5 off at most above -20 and -2e-6 x below, a hundredth of what

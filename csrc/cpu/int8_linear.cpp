@@ -27,6 +27,21 @@ namespace avx2 {
 extern const Int8Kernel kInt8Kernel;
 }
 #endif
+#if defined(BYTETX_HAS_NEONI8MM)
+namespace neon_i8mm {
+extern const Int8Kernel kInt8Kernel;
+}
+#endif
+#if defined(BYTETX_HAS_NEONDOTPROD)
+namespace neon_dotprod {
+extern const Int8Kernel kInt8Kernel;
+}
+#endif
+#if defined(BYTETX_HAS_NEON)
+namespace neon {
+extern const Int8Kernel kInt8Kernel;
+}
+#endif
 
 namespace {
 
@@ -52,6 +67,15 @@ NamedKernel find_kernel(Isa isa) {
 #endif
 #if defined(BYTETX_HAS_AVX2)
     if (has(isa, Isa::avx2)) return {&avx2::kInt8Kernel, "AVX2"};
+#endif
+#if defined(BYTETX_HAS_NEONI8MM)
+    if (has(isa, Isa::neon_i8mm)) return {&neon_i8mm::kInt8Kernel, "NEON i8mm"};
+#endif
+#if defined(BYTETX_HAS_NEONDOTPROD)
+    if (has(isa, Isa::neon_dotprod)) return {&neon_dotprod::kInt8Kernel, "NEON dot product"};
+#endif
+#if defined(BYTETX_HAS_NEON)
+    if (has(isa, Isa::neon)) return {&neon::kInt8Kernel, "NEON"};
 #endif
     static_cast<void>(isa);
     return {nullptr, nullptr};
@@ -83,7 +107,7 @@ int64_t int8_linear_workspace_bytes(int64_t, int64_t k, int num_threads) {
 void int8_linear(const Int8LinearParams& p, const Launch& launch) {
     using namespace cpu;
     const Int8Kernel* kernel = find_kernel(resolve_isa(launch.isa)).kernel;
-    if (kernel == nullptr) throw std::runtime_error("int8_linear needs AVX2");
+    if (kernel == nullptr) throw std::runtime_error("int8_linear needs AVX2 or NEON");
     check(p, launch);
     if (p.m == 0 || p.n == 0) return;
     const int64_t num_threads = std::max(launch.num_threads, 1);

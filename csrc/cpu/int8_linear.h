@@ -12,7 +12,8 @@ constexpr int64_t kInt8Rows = 48;  // most rows of a block: with a panel of the 
 constexpr int64_t kInt8Columns = 32;  // columns per panel of the weight
 constexpr int64_t kInt8Group = 4;     // features that one instruction multiplies
 
-// A row x is about scale * (q - zero); shift is 128 times the sum of q.
+// A row x is about scale * (q - zero); shift is the sum of q times
+// what multiply() finds added to a weight.
 struct QuantizedRow {
     float scale;
     float zero;

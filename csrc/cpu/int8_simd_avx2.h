@@ -13,6 +13,7 @@ namespace bytetx::cpu::avx2 {
 // multipliers, 32 products a cycle of a core, twice those of f32.
 constexpr int kTileRows = 6;
 constexpr int kTileColumns = 16;
+constexpr int32_t kWeightOffset = 128;  // in multiply()'s weights
 
 using Word = int16_t;
 

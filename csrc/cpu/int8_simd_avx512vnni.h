@@ -11,6 +11,7 @@ namespace bytetx::cpu::avx512_vnni {
 // products a cycle of a core; the epilogue costs about 10 % at k = 384.
 constexpr int kTileRows = 12;
 constexpr int kTileColumns = 32;
+constexpr int32_t kWeightOffset = 128;  // in multiply()'s weights
 
 using Word = int8_t;  // one feature of a rounded row
 

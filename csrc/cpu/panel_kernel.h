@@ -1,10 +1,10 @@
 // The kernel of products with panels, and gates: act(x @ w.T + bias) and act(gates) * values.
 //
-// Tile: with AVX2 1 row x 64 outputs, 3 x 32 or 6 x 16, with AVX-512 6 x 64 or 12 x 32, by the
-// number of rows, so that there are chains of sums enough in flight and few rows read whole lines
-// of a panel one behind another. Outputs in the outer loop: a panel is read from memory once and
-// stays in L2 for the next rows. Bound by: the weight's way from memory up to some 8 rows, then by
-// the multiply-add pipes.
+// Tile: with AVX2 and NEON 1 row x 64 outputs, 3 x 32 or 6 x 16, with AVX-512 6 x 64 or 12 x 32, by
+// the number of rows, so that there are chains of sums enough in flight and few rows read whole
+// lines of a panel one behind another. Outputs in the outer loop: a panel is read from memory once
+// and stays in L2 for the next rows. Bound by: the weight's way from memory up to some 8 rows, then
+// by the multiply-add pipes.
 #pragma once
 
 #include "cpu/panel_tile.h"
@@ -46,7 +46,7 @@ inline void stage_wide(const void* x, int64_t m, int64_t k, float* rows) {
     }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(BYTETX_BF16_DOT)
 inline void stage_pairs(const void* x, int64_t m, int64_t k, float* rows) {
     const int64_t words = panel_row_words(k);
     for (int64_t r = 0; r < m; ++r) {
@@ -201,7 +201,7 @@ constexpr PanelKernelTable make_panel_kernels() {
         {stage_wide<float>, multiply_strips<F32Words, float>, gate_columns<float>},
         {stage_wide<Bf16>, multiply_strips<Bf16Words, Bf16>, gate_columns<Bf16>},
         {}};
-#if defined(__AVX512BF16__)
+#if defined(BYTETX_BF16_DOT)
     table.bf16_dot = {stage_pairs, multiply_strips<Bf16DotWords, Bf16>, gate_columns<Bf16>};
 #endif
     return table;

@@ -35,6 +35,17 @@ namespace avx512_vnni {
 extern const GroupKernelTable kGroupKernels;
 }
 #endif
+#if defined(BYTETX_HAS_NEONBF16)
+namespace neon_bf16 {
+extern const PanelKernelTable kPanelKernels;
+}
+#endif
+#if defined(BYTETX_HAS_NEON)
+namespace neon {
+extern const PanelKernelTable kPanelKernels;
+extern const GroupKernelTable kGroupKernels;
+}  // namespace neon
+#endif
 
 namespace {
 
@@ -56,6 +67,12 @@ NamedTable find_table(Isa isa) {
 #if defined(BYTETX_HAS_AVX2)
     if (has(isa, Isa::avx2)) return {&avx2::kPanelKernels, "AVX2"};
 #endif
+#if defined(BYTETX_HAS_NEONBF16)
+    if (has(isa, Isa::neon_bf16)) return {&neon_bf16::kPanelKernels, "NEON bf16"};
+#endif
+#if defined(BYTETX_HAS_NEON)
+    if (has(isa, Isa::neon)) return {&neon::kPanelKernels, "NEON"};
+#endif
     static_cast<void>(isa);
     return {nullptr, nullptr};
 }
@@ -69,6 +86,9 @@ const GroupKernelTable* find_groups(Isa isa) {
 #endif
 #if defined(BYTETX_HAS_AVX2)
     if (has(isa, Isa::avx2)) return &avx2::kGroupKernels;
+#endif
+#if defined(BYTETX_HAS_NEON)
+    if (has(isa, Isa::neon)) return &neon::kGroupKernels;
 #endif
     static_cast<void>(isa);
     return nullptr;

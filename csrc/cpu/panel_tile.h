@@ -19,6 +19,21 @@ inline Vec odd_of(WordVec w) {
     return {_mm512_castsi512_ps(_mm512_and_si512(w, high))};
 }
 inline Vec whole_of(WordVec w) { return {_mm512_castsi512_ps(w)}; }
+#elif defined(BYTETX_NEON)
+struct WordVec {
+    uint32x4_t low, high;
+};
+inline WordVec load_words(const uint32_t* p) { return {vld1q_u32(p), vld1q_u32(p + 4)}; }
+inline Vec whole_of(WordVec w) {
+    return {vreinterpretq_f32_u32(w.low), vreinterpretq_f32_u32(w.high)};
+}
+inline Vec even_of(WordVec w) {
+    return whole_of({vshlq_n_u32(w.low, 16), vshlq_n_u32(w.high, 16)});
+}
+inline Vec odd_of(WordVec w) {
+    const uint32x4_t high = vdupq_n_u32(0xffff0000u);
+    return whole_of({vandq_u32(w.low, high), vandq_u32(w.high, high)});
+}
 #else
 using WordVec = __m256i;
 inline WordVec load_words(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
@@ -81,7 +96,19 @@ struct Bf16Words {
     }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(BYTETX_BF16_DOT)
+#if defined(BYTETX_NEON)
+inline Vec add_pairs(Vec sum, WordVec weight, float pair) {
+    const bfloat16x8_t both = vreinterpretq_bf16_f32(vdupq_n_f32(pair));
+    return {vbfdotq_f32(sum.low, vreinterpretq_bf16_u32(weight.low), both),
+            vbfdotq_f32(sum.high, vreinterpretq_bf16_u32(weight.high), both)};
+}
+#else
+inline Vec add_pairs(Vec sum, WordVec weight, float pair) {
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_ps(pair), (__m512bh)weight)};
+}
+#endif
+
 // The same with the processor's own sum of two products; rows are bf16, too.
 struct Bf16DotWords {
     static constexpr int kFeatures = 2;
@@ -92,10 +119,10 @@ struct Bf16DotWords {
                            const float* rows, int64_t stride) {
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
-            const auto pair = (__m512bh)_mm512_set1_ps(rows[r * stride]);
+            const float pair = rows[r * stride];
 #pragma GCC unroll 8
             for (int v = 0; v < kVectors; ++v) {
-                sums[r][v] = {_mm512_dpbf16_ps(sums[r][v].v, pair, (__m512bh)weight[v])};
+                sums[r][v] = add_pairs(sums[r][v], weight[v], pair);
             }
         }
     }

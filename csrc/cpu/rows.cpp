@@ -21,6 +21,13 @@ extern const RowKernels kRowKernels;
 namespace avx512_bf16 {
 extern const RowKernels kRowKernels;
 }
+#elif defined(__aarch64__)
+namespace neon {
+extern const RowKernels kRowKernels;
+}
+namespace neon_bf16 {
+extern const RowKernels kRowKernels;
+}
 #endif
 
 const RowKernels& row_kernels(Isa isa) {
@@ -29,6 +36,9 @@ const RowKernels& row_kernels(Isa isa) {
     if (has(set, Isa::avx512_bf16)) return avx512_bf16::kRowKernels;
     if (has(set, Isa::avx512)) return avx512::kRowKernels;
     if (has(set, Isa::avx2)) return avx2::kRowKernels;
+#elif defined(__aarch64__)
+    if (has(set, Isa::neon_bf16)) return neon_bf16::kRowKernels;
+    if (has(set, Isa::neon)) return neon::kRowKernels;
 #endif
     static_cast<void>(set);
     return portable::kRowKernels;

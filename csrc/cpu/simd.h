@@ -18,6 +18,8 @@
 #else
 #include <immintrin.h>
 #endif
+#elif defined(BYTETX_NEON)  // the build's, for files of an instruction set of 64-bit ARM
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512BF16__)
@@ -28,8 +30,22 @@
 #define BYTETX_SIMD avx512
 #elif defined(__AVX2__)
 #define BYTETX_SIMD avx2
+#elif defined(BYTETX_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define BYTETX_SIMD neon_bf16
+#elif defined(BYTETX_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define BYTETX_SIMD neon_i8mm
+#elif defined(BYTETX_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#define BYTETX_SIMD neon_dotprod
+#elif defined(BYTETX_NEON)
+#define BYTETX_SIMD neon
 #else
 #define BYTETX_SIMD portable
+#endif
+
+// An instruction that adds the products of two neighbouring bf16 to one f32.
+#if defined(__AVX512BF16__) || \
+    (defined(BYTETX_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#define BYTETX_BF16_DOT
 #endif
 
 namespace bytetx::cpu::BYTETX_SIMD {
@@ -140,6 +156,64 @@ inline void store(Bf16* p, Vec a) {
     const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(rounded), 16);
     const __m256i packed = _mm256_packus_epi32(high, high);  // within each half
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000)));
+}
+
+#elif defined(BYTETX_NEON)
+
+// Two registers, so that what is written for the 16 registers of AVX2 fills the 32 of ARM.
+struct Vec {
+    static constexpr int kWidth = 8;
+    float32x4_t low, high;
+};
+
+template <typename Half>
+inline Vec each_half(Half half, Vec a) {
+    return {half(a.low), half(a.high)};
+}
+template <typename Half>
+inline Vec each_half(Half half, Vec a, Vec b) {
+    return {half(a.low, b.low), half(a.high, b.high)};
+}
+
+inline Vec broadcast(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+inline Vec operator+(Vec a, Vec b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
+inline Vec operator-(Vec a, Vec b) { return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)}; }
+inline Vec operator*(Vec a, Vec b) { return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+    return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
+}
+inline float reduce_sum(Vec a) {  // in AVX2's order
+    const float32x4_t quad = vaddq_f32(a.low, a.high);
+    const float32x2_t pair = vadd_f32(vget_low_f32(quad), vget_high_f32(quad));
+    return vget_lane_f32(pair, 0) + vget_lane_f32(pair, 1);
+}
+inline Vec max_or_nan(Vec a, Vec b) {
+    return each_half([](auto x, auto y) { return vmaxq_f32(x, y); }, a, b);
+}
+
+inline float32x4_t widen(uint16x4_t bf16) { return vreinterpretq_f32_u32(vshll_n_u16(bf16, 16)); }
+inline Vec load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+inline Vec load(const Bf16* p) {
+    const uint16x8_t bits = vld1q_u16(&p->bits);
+    return {widen(vget_low_u16(bits)), widen(vget_high_u16(bits))};
+}
+inline uint16x4_t narrow(float32x4_t x) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return vreinterpret_u16_bf16(vcvt_bf16_f32(x));
+#else
+    const uint32x4_t bits = vreinterpretq_u32_f32(x);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7FFF)));
+    const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+    return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, quiet), 16);
+#endif
+}
+inline void store(float* p, Vec a) {
+    vst1q_f32(p, a.low);
+    vst1q_f32(p + 4, a.high);
+}
+inline void store(Bf16* p, Vec a) {
+    vst1q_u16(&p->bits, vcombine_u16(narrow(a.low), narrow(a.high)));
 }
 
 #else

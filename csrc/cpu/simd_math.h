@@ -1,4 +1,5 @@
-// Elementwise functions of linear layers' epilogues, for AVX2 and AVX-512.
+// Elementwise functions of linear layers' epilogues, for every instruction set but the portable
+// one.
 #pragma once
 
 #include <initializer_list>
@@ -20,6 +21,33 @@ inline Vec round(Vec x) {
     return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 inline Vec scale_by_power(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+
+#elif defined(BYTETX_NEON)
+
+inline Vec min(Vec a, Vec b) {
+    return each_half([](auto x, auto y) { return vbslq_f32(vcltq_f32(x, y), x, y); }, a, b);
+}
+inline Vec max(Vec a, Vec b) {
+    return each_half([](auto x, auto y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }, a, b);
+}
+inline float reduce_min(Vec x) { return vminvq_f32(vminq_f32(x.low, x.high)); }
+inline float reduce_max(Vec x) { return vmaxvq_f32(vmaxq_f32(x.low, x.high)); }
+inline Vec divide(Vec a, Vec b) {
+    return each_half([](auto x, auto y) { return vdivq_f32(x, y); }, a, b);
+}
+inline Vec round(Vec x) {
+    return each_half([](auto half) { return vrndnq_f32(half); }, x);
+}
+inline Vec scale_by_power(Vec x, Vec n) {  // as AVX2's
+    const auto scale = [](float32x4_t y, float32x4_t power) {
+        const int32x4_t whole = vcvtnq_s32_f32(power), half = vshrq_n_s32(whole, 1);
+        const int32x4_t bias = vdupq_n_s32(127);
+        const int32x4_t first = vshlq_n_s32(vaddq_s32(half, bias), 23);
+        const int32x4_t rest = vshlq_n_s32(vaddq_s32(vsubq_s32(whole, half), bias), 23);
+        return vmulq_f32(vmulq_f32(y, vreinterpretq_f32_s32(first)), vreinterpretq_f32_s32(rest));
+    };
+    return each_half(scale, x, n);
+}
 
 #else
 

@@ -1,0 +1,7 @@
+#include "cpu/group_kernel.h"
+
+namespace bytetx::cpu::neon {
+
+const GroupKernelTable kGroupKernels = make_group_kernels();
+
+}  // namespace bytetx::cpu::neon

@@ -1,0 +1,7 @@
+#include "cpu/int8_kernel.h"
+
+namespace bytetx::cpu::neon_i8mm {
+
+const Int8Kernel kInt8Kernel = make_int8_kernel();
+
+}  // namespace bytetx::cpu::neon_i8mm

@@ -1,0 +1,7 @@
+#include "cpu/rows_kernels.h"
+
+namespace bytetx::cpu::neon {
+
+const RowKernels kRowKernels = make_row_kernels();
+
+}  // namespace bytetx::cpu::neon
