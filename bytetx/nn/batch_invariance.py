@@ -17,7 +17,7 @@ from bytetx.nn.sentence_modules import AutoEncoder, Dense, Module, Projection, S
 from bytetx.ops import native
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.disentangled import has_disentangled_kernel
-from bytetx.ops.linear import has_invariant_bf16
+from bytetx.ops.linear import has_invariant_bf16, has_invariant_f32
 from bytetx.ops.paged_plan import has_invariant_kernel
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -88,7 +88,8 @@ def _invariant(module: Module) -> Module:
 def _cpu_obstacle(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, quantization: str | None
 ) -> str | None:
-    served = "float32 or bfloat16" if has_invariant_bf16() else "float32"
+    kinds = {"float32": has_invariant_f32(), "bfloat16": has_invariant_bf16()}
+    served = " or ".join(name for name, is_served in kinds.items() if is_served)
     if dtype == torch.float16:
         return f"dtype float16 on a CPU, where attention is plain torch; use {served}"
     reason = native.why_no_kernel("varlen_attention", device)
@@ -96,8 +97,10 @@ def _cpu_obstacle(
         return f"a CPU without the native core ({reason}); build it"
     if not torch.backends.mkldnn.is_available():
         return "a torch without oneDNN; install a build that has it"
+    if dtype == torch.float32 and not has_invariant_f32():
+        return "dtype float32 on an ARM CPU, where products choose by rows; use bfloat16"
     if dtype == torch.bfloat16 and not has_invariant_bf16():
-        return "dtype bfloat16 on a CPU without AVX2; use float32"
+        return "dtype bfloat16 on a CPU without AVX2 or NEON; use float32"
     return None
 
 

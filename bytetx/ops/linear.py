@@ -1,5 +1,6 @@
 """Linear layers on packed rows: our kernels on Hopper GPUs and of bf16 on CPUs, or oneDNN."""
 
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -429,14 +430,22 @@ def _has_kernel(weight: Tensor, bias: Tensor | None) -> bool:
     return all(is_aligned(t) and t.is_contiguous() for t in (weight, bias) if t is not None)
 
 
+def has_invariant_f32() -> bool:
+    """Whether a row of float32 has its bits in any batch on this CPU.
+
+    On ARM oneDNN hands plain products to ACL, which chooses by rows.
+    """
+    return not _is_arm()
+
+
 def has_invariant_bf16() -> bool:
     """Whether batch-invariant layers of bf16 run on this CPU."""
-    return _runs_bf16_kernel(True) or (has_cpu_bf16() and not _has_amx())
+    return _runs_bf16_kernel(True) or (has_cpu_bf16() and not _chooses_bf16_by_rows())
 
 
 def has_fixed_bf16() -> bool:
     """Whether a row of bf16 has its bits in any batch on this CPU without batch_invariant, too."""
-    return _runs_bf16_kernel(False) or (has_cpu_bf16() and not _has_amx())
+    return _runs_bf16_kernel(False) or (has_cpu_bf16() and not _chooses_bf16_by_rows())
 
 
 @native.cached_lookup
@@ -444,14 +453,24 @@ def _runs_bf16_kernel(batch_invariant: bool) -> bool:
     """Whether our kernel runs layers of bf16 on this CPU, where oneDNN could, too.
 
     oneDNN's results depend neither on the number of rows nor on that of threads with AVX-512 bf16
-    alone. With AVX-512 it splits k among many threads for few rows; with AMX it chooses by rows and
-    threads between kernels that sum in other orders, but they are several times faster.
+    alone. With AVX-512 it splits k among many threads for few rows; with AMX, and on ARM with bf16,
+    it chooses by rows and threads between kernels that sum in other orders, but they are several
+    times faster.
     """
     if why_no_bf16_linear() is not None:
         return False
-    if not has_cpu_bf16() or not torch.cpu._is_avx512_bf16_supported():
+    if not has_cpu_bf16() or not (torch.cpu._is_avx512_bf16_supported() or _is_arm()):
         return True
-    return batch_invariant and _has_amx()
+    return batch_invariant and _chooses_bf16_by_rows()
+
+
+def _chooses_bf16_by_rows() -> bool:
+    """Whether oneDNN's sums of bf16 here may depend on the number of rows."""
+    return _has_amx() or _is_arm()
+
+
+def _is_arm() -> bool:
+    return platform.machine() in ("aarch64", "arm64")
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:

@@ -218,8 +218,20 @@ def test_half_types_of_a_cpu_that_cannot_promise_it(
     with pytest.raises(OptionError, match=f"is not for dtype float16 on a CPU.*; use {served}"):
         load(folder, "cpu", "float16")
     if not has_bf16:
-        with pytest.raises(OptionError, match="dtype bfloat16 on a CPU without AVX2; use float32,"):
+        with pytest.raises(OptionError, match="on a CPU without AVX2 or NEON; use float32,"):
             load(folder, "cpu", "bfloat16")
+
+
+def test_float32_is_refused_where_its_products_choose_by_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_invariance, "has_invariant_f32", lambda: False)
+    monkeypatch.setattr(batch_invariance, "has_invariant_bf16", lambda: True)
+    folder = save_checkpoint(tmp_path)
+    with pytest.raises(OptionError, match="float32 on an ARM CPU.*; use bfloat16,"):
+        load(folder, "cpu", "float32")
+    with pytest.raises(OptionError, match="float16 on a CPU.*; use bfloat16,"):
+        load(folder, "cpu", "float16")
 
 
 def test_what_cannot_promise_it_is_refused(tmp_path: Path) -> None:
