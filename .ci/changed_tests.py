@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Folders beside bytetx/ and the tests of what lies in them.
 _MIRRORS = {"csrc": "tests/ops", "benchmarks": "tests/bench", "models": "tests/nn"}
 # Instruction sets and shapes in the names of native files, which no test's name has.
-_VARIANTS = re.compile(r"^(avx\w*|portable|simd|kernels?|d?\d+(x\d+)?)$")
+_VARIANTS = re.compile(r"^(avx\w*|neon\w*|portable|simd|kernels?|d?\d+(x\d+)?)$")
 
 
 def changed_files(base: str = "main") -> list[str]:
