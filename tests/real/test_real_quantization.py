@@ -1,0 +1,53 @@
+"""A trained causal model with weights of 8 and 4 bits: its saved values, likelihoods and texts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bytetx
+from bytetx import SamplingParams
+from bytetx.checkpoint.weights import Weights
+from bytetx.ops.grouped_linear import GroupedWeight
+from bytetx.ops.panel_linear import why_no_panels
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(why_no_panels() is not None, reason=f"weights in groups: {why_no_panels()}"),
+]
+
+GGUF = pytest.mark.parametrize("checkpoint", ["SmolLM2-135M-Instruct-GGUF"], indirect=True)
+MOST_BYTES = {"int8": 145 << 20, "int4": 100 << 20}
+
+
+@GGUF
+def test_groups_of_a_gguf_file_keep_their_values(checkpoint: Path) -> None:
+    model = bytetx.load(checkpoint, device="cpu", dtype="int4")
+    saved = Weights(model.checkpoint.folder, model.spec).cast(torch.float32)
+    for i in (0, 13, 29):
+        out = model.transformer.layers.weights[i].linears[-1]
+        assert isinstance(out, GroupedWeight)
+        wanted = saved[f"layers.{i}.mlp.down_proj.weight"]
+        assert torch.equal(out.restored, wanted)
+
+
+@GGUF
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_likelihoods_and_texts(checkpoint: Path, dtype: str, lee_texts: list[str]) -> None:
+    exact, model = (bytetx.load(checkpoint, device="cpu", dtype=d) for d in ("float32", dtype))
+    held = model.info()["held_bytes"]
+    assert held < MOST_BYTES[dtype]
+    wanted, got = (
+        np.concatenate([one.token_log_likelihoods for one in m.score(lee_texts)]).astype(float)
+        for m in (exact, model)
+    )
+    print(f"{dtype}: perplexity {np.exp(-got.mean()):.3f} of {np.exp(-wanted.mean()):.3f}")
+    assert abs(got.mean() - wanted.mean()) < 0.01
+    assert np.sqrt(((got - wanted) ** 2).mean()) < 0.15
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    prompts = ["The capital of France is", *(" ".join(text.split()[:9]) for text in lee_texts[:16])]
+    texts = [one.text for one in model.generate(prompts, params)]
+    assert "Paris" in texts[0]
+    for count in (1, 3):
+        assert [one.text for one in model.generate(prompts[:count], params)] == texts[:count]
