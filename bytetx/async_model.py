@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -147,6 +148,14 @@ class AsyncModel(AsyncModelTasks):
         )
         self._pool.close()  # what it still has to tokenise was dropped
 
+    async def add_adapter(self, name: str, path: str | Path) -> None:
+        """As Model.add_adapter, in a thread; requests run meanwhile."""
+        await self._in_thread(partial(self._model.add_adapter, name, path))
+
+    def remove_adapter(self, name: str) -> None:
+        """As Model.remove_adapter: requests that run with it end, and later ones are refused."""
+        self._model.remove_adapter(name)
+
     def stats(self) -> AsyncStats:
         """Running and waiting work, totals, and the last forward passes of one-pass tasks."""
         engines = [engine_stats(engine) for engine in self._engines.values()]
@@ -168,7 +177,8 @@ class AsyncModel(AsyncModelTasks):
         refuses all. Stats have no num_pad_tokens, and the mean seconds of all that are done.
         """
         loop = asyncio.get_running_loop()
-        if _CUT_OR_JOINED & options.keys():
+        has_one_adapter = isinstance(options.get("adapter"), str | None)
+        if _CUT_OR_JOINED & options.keys() or not has_one_adapter:
             return loop.create_task(self.embed(texts, **options))
         key = loop, self._model, repr(sorted(options.items()))
         group = self._groups.get(key)
@@ -213,6 +223,7 @@ class AsyncModel(AsyncModelTasks):
         check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)
         template = call.template_kwargs
+        adapter = None if call.adapter is None else self._model.loras.get(call.adapter).adapter
         return AsyncGeneration(
             self._generation,
             lambda: self._model.encode_prompts([call.prompt], chat_template_kwargs=template)[0],
@@ -221,6 +232,7 @@ class AsyncModel(AsyncModelTasks):
             priority=priority,
             timeout_s=timeout_s,
             group=(self._group or PromptGroup()) if self._is_bounded else None,
+            adapter=adapter,
         )
 
     async def _run_task(

@@ -23,14 +23,17 @@ from bytetx.executor.load import load_ranks
 from bytetx.generate.build import GenerationSizes
 from bytetx.generate.engine import GenerationEngine
 from bytetx.info import checkpoint_info, checkpoint_line
+from bytetx.nn.adapters import Adapters
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_generation
 from bytetx.parallel.grid import Grid
 from bytetx.requests.prompts import Prompt
 from bytetx.runtime.device_memory import default_prefix_cache_bytes
 from bytetx.runtime.forking import computing
+from bytetx.tasks.adapted import adapted_call
 from bytetx.tasks.catalog import ModelTasks
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.generate import ChatOptions, GenerateOptions, ModelEngines, prompt_reader
+from bytetx.tasks.run import run_encode
 from bytetx.tasks.search import Packed, Similarity, Vectors, similarity
 from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 
@@ -56,11 +59,13 @@ def load(
     group_timeout: float = DEFAULT_LIMIT_S,
     revision: str | None = None,
     local_files_only: bool = False,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> "Model":
     """Loads a Hugging Face checkpoint, with the head and the tokenizer that it has.
 
     path_or_id: the folder that save_pretrained wrote, or a hub id (revision and local_files_only
     as the hub knows them); a LoRA adapter is merged into its base model.
+    adapters: LoRA adapters beside the model, which calls and texts choose by name (add_adapter).
     device: "auto" is CUDA where there is one.  dtype: float32, bfloat16 or float16 (fp32, bf16,
     fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16; fp8: an
     encoder's GEMMs multiply E4M3 rows, on Hopper GPUs; int8, int4: weights stay 8 or 4 bits in a
@@ -107,12 +112,19 @@ def load(
     except BaseException:
         checkpoint.executor.close()
         raise
-    return Model(
+    model = Model(
         checkpoint,
         token_budget=token_budget,
         prefix_cache_bytes=prefix_cache_bytes,
         cuda_graphs=cuda_graphs,
     )
+    try:
+        for name, path in (adapters or {}).items():
+            model.add_adapter(name, path)
+    except BaseException:
+        model.close()
+        raise
+    return model
 
 
 class Model(ModelTasks):
@@ -154,6 +166,7 @@ class Model(ModelTasks):
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
         self.context = TaskContext(checkpoint)
         self._is_closed = False
+        self.loras = Adapters(checkpoint)
         self._routes = {
             name: Model(
                 replace(route, router=checkpoint.router),
@@ -181,6 +194,32 @@ class Model(ModelTasks):
         self._is_closed = True
         self.engines.idle.clear()  # their graphs hold collectives of the group
         self.checkpoint.executor.close()
+
+    def add_adapter(self, name: str, path: str | Path) -> None:
+        """Loads a LoRA adapter beside the model: `adapter=name` of a call, or of a text, runs it.
+
+        name: 1 to 128 letters, digits, '.', '_' and '-'.  path: the folder that peft's
+        save_pretrained wrote, or a hub id.  It may change linear layers of attention and dense
+        feed-forward layers, by any rank, and heads (modules_to_save). Texts of different adapters,
+        and of none, run in one step. Requests may run meanwhile.
+        Raises OptionError for a name that is taken, or a model that takes none (tp, a Router,
+        batch_invariant, fp8); CheckpointError for an adapter that does not fit the model or changes
+        more than that.
+        """
+        with computing(self.checkpoint.device):
+            self.loras.add(name, path)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forgets an adapter. Requests that run with it end; its memory is free after the last one.
+
+        Raises OptionError for an unknown name.
+        """
+        self.loras.remove(name)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The folders of the adapters that are loaded, by name."""
+        return self.loras.folders
 
     def __enter__(self) -> "Model":
         return self
@@ -215,6 +254,7 @@ class Model(ModelTasks):
             batch_invariant=checkpoint.batch_invariant,
             generation_config=checkpoint.generation.switch,
             families=checkpoint.families,
+            adapters=self.adapters,
         )
         return again, ()
 
@@ -254,6 +294,8 @@ class Model(ModelTasks):
         router, model = self.checkpoint.router, self
         if router is not None and self._routes and isinstance(options, PromptOptions):
             model = self._routes[router.resolve(options.task)]
+        if options.adapter is not None and spec.run is run_encode:
+            return model, adapted_call(spec, model.context, model.loras, inputs, options)
         return model, spec.start(model.context, *inputs, options)
 
     def engine(

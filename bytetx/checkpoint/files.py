@@ -66,6 +66,14 @@ def resolve_checkpoint(
     return folder
 
 
+def resolve_adapter(path_or_id: str | Path) -> Path:
+    """The local folder of a LoRA adapter alone; its base model is not looked for.
+
+    Raises CheckpointError as resolve_checkpoint does.
+    """
+    return _resolve(path_or_id, revision=None, local_files_only=False)
+
+
 def _resolve(path_or_id: str | Path, *, revision: str | None, local_files_only: bool) -> Path:
     folder = _checked_path(path_or_id)
     if folder.is_dir():

@@ -154,9 +154,14 @@ class Weights(Mapping[str, torch.Tensor]):
         """
         self._added, self._saved = added, {**self._saved, **replaced}
 
-    def changed(self, added: Mapping[str, Sequence[LowRank]]) -> "Weights":
-        """These tensors with more added to some of them; `used` is shared."""
+    def changed(
+        self,
+        added: Mapping[str, Sequence[LowRank]],
+        replaced: Mapping[str, SavedTensor] | None = None,
+    ) -> "Weights":
+        """These tensors with some replaced and more added to some; `used` is shared."""
         other = copy.copy(self)
+        other._saved = {**self._saved, **(replaced or {})}
         more = {name: (*self._added.get(name, ()), *low_ranks) for name, low_ranks in added.items()}
         other._added = {**self._added, **more}
         return other
@@ -171,6 +176,10 @@ class Weights(Mapping[str, torch.Tensor]):
                 "added to weights must be floats; give the adapters as they were trained"
             )
         return saved
+
+    def saved_name(self, name: str) -> str:
+        """The name of a tensor in its file."""
+        return self._saved[name].name
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._saved:

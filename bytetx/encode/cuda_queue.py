@@ -156,8 +156,9 @@ class CudaQueue:
         Returns its outputs in pinned memory, the event after which they are there, and what must
         stay alive until then.
         """
-        shared = step.shared
-        capture = task.capture if self._is_capturable and shared is None else None
+        shared, has_adapters = step.shared, step.requests.adapters is not None
+        is_plain = shared is None and not has_adapters
+        capture = task.capture if self._is_capturable and is_plain else None
         sizes = step.requests.total_tokens, len(step.requests)
         padded = self._padded_layout(*sizes) if capture is not None else None
         layout = padded or self._layout(Bucket(*sizes, num_fillers=0))
@@ -178,6 +179,9 @@ class CudaQueue:
                 here = layout.read(block, step, max_seqlen=max_seqlen)
                 if shared is not None:
                     batch = replace(here.batch, shared=self._start_shared(shared))
+                    here = Step(here.requests, batch, here.prompt_tokens)
+                if has_adapters:
+                    batch = replace(here.batch, adapters=step.batch.adapters)
                     here = Step(here.requests, batch, here.prompt_tokens)
                 if self._graphs is None:
                     batch = replace(here.batch, allows_capture=False)

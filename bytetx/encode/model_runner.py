@@ -16,7 +16,7 @@ from bytetx.encode.step import Computation, Step
 from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.nn.executor import Executor
 from bytetx.nn.transformer import Transformer
-from bytetx.packed import PackedBatch, SharedPrefixes, pack_columns, prefix_sums
+from bytetx.packed import AdapterRows, PackedBatch, SharedPrefixes, pack_columns, prefix_sums
 from bytetx.runtime import faults
 
 logger = logging.getLogger("bytetx")
@@ -190,6 +190,8 @@ class Runner:
             has_token_types=spec.num_token_types > 0,
             position_offset=spec.position_offset,
         )
+        if requests.adapters is not None:
+            batch = partial(_with_adapters, batch, requests)
         shared, prefixes = self._share(requests, batch) if self.prefix_multiple else (None, None)
         # On the host; a GPU's queue takes the requests, and hardly ever the batch.
         step = Step(
@@ -251,6 +253,8 @@ class Runner:
             tree=tree,
             computed=() if use is None else use.computed,
         )
+        if (adapters := _adapter_of_rows(requests)) is not None:
+            own = replace(own, adapters=AdapterRows.of(adapters[found.kept]))
         rows = torch.from_numpy(found.rows)
         kept_rows: tuple[torch.Tensor, ...] = ()
         if use is not None:
@@ -285,6 +289,16 @@ class Runner:
         failure.__cause__ = error.with_traceback(None)
         failures += [Failure(int(index), failure) for index in requests.indices]
         return []
+
+
+def _adapter_of_rows(requests: Requests) -> np.ndarray | None:
+    """object [total_tokens]: the adapter of each token's text, or None."""
+    adapters = requests.adapters
+    return None if adapters is None else np.repeat(adapters, requests.seqlens)
+
+
+def _with_adapters(pack: Callable[[], PackedBatch], requests: Requests) -> PackedBatch:
+    return replace(pack(), adapters=AdapterRows.of(_adapter_of_rows(requests)))
 
 
 def _bytes_per_token(transformer: Transformer) -> int:

@@ -211,8 +211,8 @@ def word_of(token_ids: np.ndarray) -> bytes:
 
 
 def words_of(requests: Requests) -> list[bytes]:
-    """The word of each text."""
-    text = word_of(requests.token_ids)
+    """The word of each text, of its prefix_ids."""
+    text = word_of(requests.prefix_ids)
     bounds = (ID_BYTES * requests.cu_seqlens).tolist()
     return [text[start:stop] for start, stop in pairwise(bounds)]
 
@@ -229,7 +229,7 @@ def _sorted(requests: Requests, words: Sequence[bytes]) -> tuple[np.ndarray, np.
 
 def _in_common(requests: Requests, order: np.ndarray) -> np.ndarray:
     """int32 [num_texts]: tokens that each text has in common with the next one in an order."""
-    ids, bounds, texts = requests.token_ids, requests.cu_seqlens.tolist(), order.tolist()
+    ids, bounds, texts = requests.prefix_ids, requests.cu_seqlens.tolist(), order.tolist()
     shared = np.zeros(len(texts), dtype=np.int32)
     heads = [ids[a : min(a + MIN_PREFIX_TOKENS, b)].tobytes() for a, b in pairwise(bounds)]
     for at, (a, b) in enumerate(pairwise(texts)):

@@ -3,10 +3,11 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
-from bytetx.errors import InputError
+from bytetx.errors import InputError, OptionError
 from bytetx.sequence_tree import rows_of
 
 # A padded run is counted in batches of this size, sentence-transformers' default.
@@ -38,6 +39,14 @@ class Alignment:
 _NO_ALIGNMENT = Alignment(None, None, None, [])
 
 
+class TextAdapter(Protocol):
+    """An adapter as the queue and the caches of prefixes know it."""
+
+    def first_id(self, token_id: int) -> int:
+        """A number for a text's first token that no other adapter has, nor any token."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
     """Texts that are ready to run, in columns, so that no operation loops over texts.
@@ -51,6 +60,7 @@ class Requests:
     None means 0 everywhere.
     chunks: int32 [num_texts], the number of each row among the chunks of its text, whose index all
     of them have; None where each row is a whole text.
+    adapters: object [num_texts], the TextAdapter of each text or None; None where no text has one.
     """
 
     indices: np.ndarray
@@ -62,9 +72,36 @@ class Requests:
     alignments: Sequence[Alignment] | None = None
     unseen_tokens: np.ndarray | None = None
     chunks: np.ndarray | None = None
+    adapters: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.seqlens)
+
+    def with_adapters(self, given: TextAdapter | Sequence[TextAdapter | None]) -> "Requests":
+        """The same texts with an adapter for all, or with that of each by its index."""
+        adapters = np.empty(len(self), dtype=object)
+        if not isinstance(given, list | tuple):
+            adapters.fill(given)
+        else:
+            indices = self.indices.tolist()
+            if indices and max(indices) >= len(given):
+                raise OptionError(f"adapter has {len(given)} entries, and there are more texts")
+            adapters[:] = [given[index] for index in indices]
+            if all(adapter is None for adapter in adapters):
+                return self
+        return replace(self, adapters=adapters)
+
+    @property
+    def prefix_ids(self) -> np.ndarray:
+        """int32 [total_tokens]: the token ids, by which texts have a prefix in common, where the
+        first one of a text with an adapter says so: its keys and values are those of the adapter.
+        """
+        if self.adapters is None:
+            return self.token_ids
+        ids, starts = self.token_ids.copy(), self.cu_seqlens.tolist()
+        for row in np.flatnonzero((self.adapters != None) & (self.seqlens > 0)).tolist():  # noqa: E711
+            ids[starts[row]] = self.adapters[row].first_id(int(ids[starts[row]]))
+        return ids
 
     @property
     def total_tokens(self) -> int:
@@ -115,6 +152,7 @@ class Requests:
             alignments,
             part(self.unseen_tokens, texts),
             part(self.chunks, texts),
+            None if self.adapters is None else self.adapters[texts],
         )
 
 
@@ -141,7 +179,15 @@ def join_requests(pieces: Sequence[Requests]) -> Requests:
         alignments,
         _filled([(piece.unseen_tokens, len(piece)) for piece in pieces]),
         _filled([(piece.chunks, len(piece)) for piece in pieces]),
+        _joined_adapters(pieces),
     )
+
+
+def _joined_adapters(pieces: Sequence[Requests]) -> np.ndarray | None:
+    if all(piece.adapters is None for piece in pieces):
+        return None
+    columns = [np.full(len(p), None) if p.adapters is None else p.adapters for p in pieces]
+    return np.concatenate(columns)
 
 
 def _filled(columns: Sequence[tuple[np.ndarray | None, int]]) -> np.ndarray | None:

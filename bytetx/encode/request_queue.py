@@ -30,7 +30,7 @@ _MAX_BEGINNINGS, _MAX_MATES = 16, 64
 _BUDGET_PARTS = 32  # granularity of step sizes; the buckets of CUDA graphs have the same
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class QueuedTexts:
     """Texts of one call that were queued together, the longest first; steps take the last ones.
 
@@ -49,6 +49,11 @@ class QueuedTexts:
     num_left: int
     num_shared: np.ndarray | None = None
     place: Place | None = None
+
+    @cached_property
+    def prefix_ids(self) -> np.ndarray:
+        """Those of requests."""
+        return self.requests.prefix_ids
 
     @property
     def next_tokens(self) -> int:
@@ -74,8 +79,8 @@ class QueuedTexts:
         return self.left_tokens - int(self.cu_tokens[start])
 
     def ids(self, text: int) -> np.ndarray:
-        """The token ids of a text."""
-        return self.requests.token_ids[self.cu_seqlens[text] : self.cu_seqlens[text + 1]]
+        """The token ids of a text, by which others begin alike."""
+        return self.prefix_ids[self.cu_seqlens[text] : self.cu_seqlens[text + 1]]
 
 
 class Receiver(Protocol):

@@ -262,5 +262,6 @@ def _piece(step: Step, requests: Requests, texts: slice, tokens: slice) -> Step:
         max_seqlen=int(requests.seqlens.max(initial=0)),
         on_host=None,
         shared=None,
+        adapters=None,
     )
     return Step(requests, own, None if prompts is None else prompts[texts])

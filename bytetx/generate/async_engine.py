@@ -11,6 +11,7 @@ from threading import Condition, Thread
 from bytetx.errors import ClosedError, ForkError
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.outputs import RequestOutput
+from bytetx.generate.scheduler import SequenceAdapter
 from bytetx.sampling_params import SamplingParams
 
 
@@ -66,7 +67,12 @@ class AsyncEngine:
         self._thread.join()
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        adapter: SequenceAdapter | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's outputs as they are generated, until all of them have ended.
 
@@ -83,7 +89,9 @@ class AsyncEngine:
 
         def add() -> None:
             try:
-                request_id = self._engine.add_request(prompt_ids, params, priority=priority)
+                request_id = self._engine.add_request(
+                    prompt_ids, params, priority=priority, adapter=adapter
+                )
             except Exception as error:  # the engine took nothing of the request
                 put(error)
                 return

@@ -13,7 +13,7 @@ import numpy as np
 from bytetx.errors import InputError, NotFiniteError, StepError, TooLongError, shown
 from bytetx.generate.output_processor import DetokenizerFactory, OutputState, SpecialTokens
 from bytetx.generate.outputs import RequestOutput, RowResult, StepResult
-from bytetx.generate.scheduler import Scheduler, SchedulerOutput, SequenceState
+from bytetx.generate.scheduler import Scheduler, SchedulerOutput, SequenceAdapter, SequenceState
 from bytetx.generate.stopping import stop_token_ids
 from bytetx.sampling_params import SamplingDefaults, SamplingParams
 
@@ -124,11 +124,12 @@ class GenerationEngine:
         *,
         priority: int = 0,
         streams: bool = True,
+        adapter: SequenceAdapter | None = None,
     ) -> int:
         """Queues a request and returns its id; InputError where it could never run.
 
         priority: lower numbers run first.  streams: False gives one RequestOutput for each output,
-        when it ends.
+        when it ends.  adapter: of the model, which runs the request; None: the model alone.
         """
         tokens = _integers(prompt_ids)
         params = params.resolved(self._defaults, num_prompt_tokens=len(tokens))
@@ -146,6 +147,7 @@ class GenerationEngine:
                 seed=_output_seed(seed, index),
                 stop_token_ids=stop_token_ids(params, self._eos_token_ids),
                 eos_token_ids=self._eos_token_ids,
+                adapter=adapter,
             )
             texts = self._new_detokenizer, self._special_tokens
             states.append(OutputState(request_id, index, sequence, streams, *texts))

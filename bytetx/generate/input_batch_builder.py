@@ -1,12 +1,14 @@
 """InputBatchBuilder: from the scheduler's plan of a step to its InputBatch and page table."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
 from bytetx.generate.scheduler import ScheduledRow, SchedulerOutput, SequenceState
 from bytetx.runtime.input_batch import InputBatch
 
+_ADAPTER = attrgetter("adapter")
 _INITIAL_PAGES = 64  # columns of the page table at the start
 
 
@@ -46,6 +48,7 @@ class InputBatchBuilder:
         sequence_of_token = np.repeat(np.arange(len(rows), dtype=np.int32), seqlens)
         positions = (starts - cu_seqlens[:-1])[sequence_of_token]
         positions += np.arange(plan.total_tokens, dtype=np.int32)
+        adapters = list(map(_ADAPTER, sequences))
         page_table = self._page_table[slot_indices, : self._num_pages[slot_indices].max()]
         pages = page_table[sequence_of_token, positions // page_size]
         return InputBatch(
@@ -62,6 +65,7 @@ class InputBatchBuilder:
             num_samples=num_samples,
             page_size=page_size,
             is_decode=bool(is_next.all()),
+            adapters=np.array(adapters, dtype=object) if any(adapters) else None,
         )
 
     def _add_pages(self, sequence: SequenceState) -> None:

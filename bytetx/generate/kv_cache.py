@@ -124,8 +124,8 @@ def page_hashes(
     """The hashes of full pages, in order.
 
     The content of a page depends on its tokens and on all tokens before it, so that each hash
-    covers the hash of the page before.  parent: the hash of the page before the first one, empty
-    where there is none.
+    covers the hash of the page before.  parent: the hash of the page before the first one; empty,
+    or 16 random bytes that name what else the content depends on, where there is none.
     """
     tokens = array("i", token_ids)
     for first in range(0, len(tokens), page_size):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead, LogitRows
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
-from bytetx.packed import PackedBatch, Past
+from bytetx.packed import AdapterRows, PackedBatch, Past
 from bytetx.runtime.faults import (
     failed_op,
     first_line,
@@ -147,13 +148,15 @@ class ModelRunner:
         return nullcontext() if self._stream is None else OnStream(self._stream)
 
     def _run(self, input_batch: InputBatch, metadata: SamplingMetadata) -> SamplerOutput:
-        if self._steps is None or not self._steps.can_run(input_batch, metadata):
+        # Graphs, as the CPU's step of all layers, have no rows with adapters.
+        steps = self._steps if input_batch.adapters is None else None
+        if steps is None or not steps.can_run(input_batch, metadata):
             output = self._sampler.sample(metadata, self._logits(input_batch, metadata.rows))
         elif metadata.is_greedy:
-            tokens = self._steps.sample_greedy(input_batch)
+            tokens = steps.sample_greedy(input_batch)
             return SamplerOutput(metadata.rows, metadata.sampling_rows, tokens)
         else:
-            hidden_states = self._steps.hidden_states(input_batch)
+            hidden_states = steps.hidden_states(input_batch)
             output = self._sampler.sample(metadata, self._head.forward(hidden_states))
         if output.tokens is not None:
             (slot_indices,) = self._upload(metadata.slot_indices)
@@ -164,7 +167,7 @@ class ModelRunner:
         """The logits that the plan needs, one row each."""
         batch, logits_rows = self._packed_batch(input_batch, rows)
         is_decode = input_batch.is_decode and batch.total_tokens <= MAX_SEQUENCES
-        if is_decode and self._cpu_steps is not None:
+        if is_decode and self._cpu_steps is not None and batch.adapters is None:
             hidden_states = self._cpu_steps.forward(batch)
         else:
             hidden_states = self._transformer.forward(batch, cache=self.cache)
@@ -204,6 +207,9 @@ class ModelRunner:
             max_seqlen=int(input_batch.seqlens.max()),
             past=past,
         )
+        if input_batch.adapters is not None:
+            adapters = np.repeat(input_batch.adapters, input_batch.seqlens)
+            batch = replace(batch, adapters=AdapterRows.of(adapters))
         return batch, logits_rows
 
     def _prompt_seqlens(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from bytetx.arguments import check_num_seqs, check_token_budget
 from bytetx.errors import InputError, TooLongError
@@ -33,6 +33,15 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class SequenceAdapter(Protocol):
+    """An adapter of a model, as the scheduler knows it."""
+
+    @property
+    def uid(self) -> bytes:
+        """16 bytes that no other adapter has."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class SequenceState:
     """Tokens, pages and progress of one sequence; only the scheduler changes it.
@@ -48,6 +57,8 @@ class SequenceState:
     slot_index: a number below max_num_seqs that belongs to this sequence while it is running.  A
     model runner keeps per-sequence state there (the last token, the sampling parameters).
     drafter: guesses its next tokens; None where it gets no drafts.
+    adapter: what runs it beside the model, None: nothing; sequences with different ones share no
+    pages.
     """
 
     token_ids: list[int]
@@ -69,6 +80,7 @@ class SequenceState:
     slot_index: int = -1
     status: Status = Status.WAITING
     drafter: NgramDrafter | None = None
+    adapter: SequenceAdapter | None = None
     _page_hashes: list[bytes] = field(default_factory=list)
     _num_inserted: int = 0
 
@@ -104,7 +116,8 @@ class SequenceState:
         hashes = self._page_hashes
         if len(hashes) < stop:
             tokens = self.token_ids[len(hashes) * page_size : stop * page_size]
-            parent = hashes[-1] if hashes else b""
+            root = b"" if self.adapter is None else self.adapter.uid
+            parent = hashes[-1] if hashes else root
             hashes += page_hashes(tokens, page_size=page_size, parent=parent)
         return hashes[start:stop]
 

@@ -28,7 +28,7 @@ from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight, prepack_linear
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
-from bytetx.parallel.layout import features
+from bytetx.parallel.layout import ModelShard, features
 
 # Weight and bias of a linear layer.
 _Tensors = tuple[torch.Tensor, torch.Tensor | None]
@@ -291,8 +291,8 @@ class _LayerReader:
         outputs = self._fused_outputs(q_rows, kv_rows)
         weight, bias = self._tensors(names, "qkv", rows, spec.hidden_size, outputs=outputs)
         if self.layer_spec.qkv == "interleaved" and not self.load.shares:
-            weight = self._separate(weight)
-            bias = None if bias is None else self._separate(bias)
+            weight = separate_heads(weight, spec, self.shard)
+            bias = None if bias is None else separate_heads(bias, spec, self.shard)
         if "q_bias" in names:
             bias = self._separate_biases(names, q_rows)
         return self.load.linear_from(weight, bias)
@@ -336,21 +336,6 @@ class _LayerReader:
             return (features(self.shard.kv_heads, (group + 2) * self.spec.head_dim),)
         kinds = ((self.heads, 0), (self.kv_heads, q_rows), (self.kv_heads, q_rows + kv_rows))
         return tuple(range(local.start + first, local.stop + first) for local, first in kinds)
-
-    def _separate(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of (queries, key, value) of one key head after another -> q, then k, then v.
-
-        Of a shard, the queries that are another rank's are left out.
-        """
-        spec = self.spec
-        group, num_kv_heads = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads
-        heads = slice(0, spec.num_heads)
-        if self.shard is not None:
-            num_kv_heads, first = len(self.shard.kv_heads), self.shard.kv_heads.start * group
-            heads = slice(self.shard.heads.start - first, self.shard.heads.stop - first)
-        by_group = rows.unflatten(0, (num_kv_heads, group + 2, spec.head_dim))
-        q, k, v = (part.flatten(0, 1) for part in by_group.split([group, 1, 1], dim=1))
-        return torch.cat([q[heads].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)])
 
     def _ffn_in(self, names: dict[str, str]) -> Weight:
         sizes = (self.spec.intermediate_size, self.spec.hidden_size)
@@ -511,6 +496,23 @@ class _LayerReader:
         if key not in self.layer_spec.biases:
             return weight, None
         return weight, self.load.tensor(f"{names[key]}.bias", (n,), part=bias_part)
+
+
+def separate_heads(
+    rows: torch.Tensor, spec: ModelSpec, shard: ModelShard | None = None
+) -> torch.Tensor:
+    """Rows of (queries, key, value) of one key head after another -> q, then k, then v.
+
+    Of a shard, the queries that are another rank's are left out.
+    """
+    group, num_kv_heads = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads
+    heads = slice(0, spec.num_heads)
+    if shard is not None:
+        num_kv_heads, first = len(shard.kv_heads), shard.kv_heads.start * group
+        heads = slice(shard.heads.start - first, shard.heads.stop - first)
+    by_group = rows.unflatten(0, (num_kv_heads, group + 2, spec.head_dim))
+    q, k, v = (part.flatten(0, 1) for part in by_group.split([group, 1, 1], dim=1))
+    return torch.cat([q[heads].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)])
 
 
 def _ranges(local: range | None) -> tuple[range, ...] | None:

@@ -354,6 +354,15 @@ def _open_weights(
     return weights
 
 
+def reopen_weights(checkpoint: LoadedCheckpoint) -> Weights:
+    """The tensors of a checkpoint that is in memory, of which only headers are read.
+
+    Raises CheckpointError where its files are gone or were changed.
+    """
+    adapter = checkpoint.decisions.adapter
+    return _open_weights(checkpoint.sentence, checkpoint.spec, None, adapter, on_tensor=None)
+
+
 def _label_ids(
     sentence: SentenceSpec, spec: ModelSpec, tokenizer: Tokenizer | None, decisions: DecisionConfig
 ) -> list[int]:

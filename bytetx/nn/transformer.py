@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError
+from bytetx.nn.adapted_rows import AdaptedRows
 from bytetx.nn.alibi import alibi_bias, model_slopes
 from bytetx.nn.blocks import Blocks, LocalBlocks
 from bytetx.nn.kv_cache import KvCache
@@ -260,6 +261,8 @@ class Transformer:
         if batch.shared is not None and on_layer is None and on_kv is None:
             return self._forward_shared(batch.shared, pause)
         rows = self.blocks.begin(batch.total_tokens)
+        if batch.adapters is not None:
+            rows = AdaptedRows(batch.adapters)
         x = self.layers.run(
             lambda: self._embed(batch, rows),
             batch,

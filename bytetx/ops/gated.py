@@ -124,8 +124,8 @@ def prepare_gated(
     if gate_bias is not None and up_bias is not None:
         for name, t in (("gate_bias", gate_bias), ("up_bias", up_bias)):
             require_tensor(name, t, shape=(n,), dtypes=(gate.dtype,), device=gate.device)
-        bias = _in_turn(gate_bias, up_bias, block)
-    both = _in_turn(gate, up, block)
+        bias = in_turn(gate_bias, up_bias, block)
+    both = in_turn(gate, up, block)
     fused = prepare_linear(both, bias, prepack=prepack, batch_invariant=batch_invariant)
     return GatedWeight(fused, n, block)
 
@@ -225,7 +225,8 @@ def _plan(x: Tensor, fused: LinearWeight) -> LinearPlan:
     return plan_gated(x.shape[0], fused.n, fused.k, dtype=DTYPE_NAMES[fused.dtype])
 
 
-def _in_turn(gate: Tensor, up: Tensor, block: int) -> Tensor:
+def in_turn(gate: Tensor, up: Tensor, block: int) -> Tensor:
+    """Rows of gates and of values in turn, `block` of each, as those of a GatedWeight."""
     tail = gate.shape[1:]
     pair = (gate.reshape(-1, block, *tail), up.reshape(-1, block, *tail))
     return torch.stack(pair, 1).reshape(-1, *tail)

@@ -20,6 +20,7 @@ class InputBatch:
     needed, in order.  num_samples: int32 [batch_size], how many of a sequence's last rows sample: 0
     or 1, or more with a draft.
     is_decode: whether each row is the token that its sequence sampled last.
+    adapters: object [batch_size], the adapter of each sequence or None; None where none has one.
     """
 
     input_ids: np.ndarray
@@ -35,3 +36,4 @@ class InputBatch:
     num_samples: np.ndarray
     page_size: int
     is_decode: bool
+    adapters: np.ndarray | None = None

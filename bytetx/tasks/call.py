@@ -6,7 +6,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from bytetx.encode.request import RunStats
+from bytetx.encode.request import RunStats, TextAdapter
 from bytetx.encode.step import Task
 from bytetx.errors import InputError
 from bytetx.requests.inputs import Input, InputReader
@@ -39,6 +39,7 @@ class TaskCall(Generic[T]):
     title: for a progress bar.  new_sink: from the number of texts, None where nobody knows it.
     merge: one result from those of a text's chunks, where the reader cuts texts.
     why_no_stream: the reason why the results of some texts need those of all others.
+    adapters: that all texts run with, or one or None for each; None: the model without any.
     """
 
     title: str
@@ -48,6 +49,7 @@ class TaskCall(Generic[T]):
     new_sink: Callable[[int | None], Sink[T]]
     merge: Callable[[list[Any]], Any] | None = None
     why_no_stream: str | None = None
+    adapters: TextAdapter | Sequence[TextAdapter | None] | None = None
 
 
 class ListSink(Generic[T]):

@@ -47,6 +47,13 @@ class TaskContext:
         self.spec: ModelSpec = checkpoint.spec
         self.heads: Heads = checkpoint.heads
 
+    def with_heads(self, heads: Heads) -> "TaskContext":
+        """The same with other heads."""
+        other = copy(self)
+        other.heads = heads
+        other.__dict__.pop("splade_head", None)
+        return other
+
     def cutting_left(self) -> "TaskContext":
         """The same for texts and pairs that lose their beginning where they are truncated."""
         other = copy(self)

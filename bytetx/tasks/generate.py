@@ -13,10 +13,12 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from bytetx.arguments import MAX_DRAFT, check_draft_size, check_iterable, check_positive
 from bytetx.checkpoint.chat_template import checked_options
 from bytetx.encode.request import RunStats
-from bytetx.errors import InputError, shown
+from bytetx.errors import InputError, OptionError, shown
 from bytetx.generate.build import GenerationSizes, build_engine, generation_sizes
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.outputs import RequestOutput
+from bytetx.nn.adapted_rows import Adapter
+from bytetx.nn.adapters import Adapters, adapter_at, named_adapters
 from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.requests.prompts import Prompt, PromptReader
@@ -25,7 +27,7 @@ from bytetx.tasks.context import TaskContext
 from bytetx.tasks.generation_stream import AsyncGeneration
 from bytetx.tasks.progress import num_texts, with_progress
 from bytetx.tasks.results import GeneratedText, Generation, Results, Stream
-from bytetx.tasks.task import TaskOptions, option, task
+from bytetx.tasks.task import AdapterOptions, TaskOptions, option, task
 
 T = TypeVar("T")
 Prompts = Iterable[Prompt]
@@ -33,8 +35,8 @@ Params = SamplingParams | Sequence[SamplingParams]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """Options of prompts that are chats."""
+class ChatOptions(AdapterOptions):
+    """Options of prompts, which may be chats."""
 
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
@@ -89,11 +91,15 @@ class GenerationCall(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class PromptCall(Generic[T]):
-    """One prompt of an AsyncModel, checked.  template_kwargs: of ChatTemplate.render."""
+    """One prompt of an AsyncModel, checked.  template_kwargs: of ChatTemplate.render.
+
+    adapter: its name, None for the model without any.
+    """
 
     prompt: Prompt
     params: SamplingParams
     template_kwargs: Mapping[str, Any]
+    adapter: str | None
 
 
 class IdleEngine(NamedTuple):
@@ -167,6 +173,7 @@ class HasEngines(Protocol):
     """A Model, for a call that runs."""
 
     engines: ModelEngines
+    loras: Adapters
 
 
 def run_generation(
@@ -178,8 +185,10 @@ def run_generation(
     """
     if stream not in (False, True, "pieces"):
         raise InputError(f"stream must be False, True or 'pieces', got {shown(stream)}")
+    named = call.options.adapter
+    adapters = None if named is None else named_adapters(model.loras, named, call.prompts)
     taken = model.engines.take(call.options)
-    run = GenerationRun(call, taken, streams=stream == "pieces")
+    run = GenerationRun(call, taken, streams=stream == "pieces", adapters=adapters)
     blocks = run.blocks(call.prompts, model.engines.idle)
     if show_progress:
         total = num_texts(call.prompts)
@@ -205,7 +214,10 @@ def generate_one(
     """
     params = SamplingParams() if params is None else params
     _check(params, context.checkpoint)
-    return PromptCall(prompt, params, checked_options(options.chat_template_kwargs))
+    adapter = options.adapter
+    if not isinstance(adapter, str | None):
+        raise OptionError(f"adapter must be one name for one prompt, got {shown(adapter)}")
+    return PromptCall(prompt, params, checked_options(options.chat_template_kwargs), adapter)
 
 
 @task(
@@ -274,8 +286,19 @@ class GenerationRun:
     steps ahead.
     """
 
-    def __init__(self, call: GenerationCall[Any], taken: IdleEngine, *, streams: bool):
-        """streams: whether each token gives a RequestOutput."""
+    def __init__(
+        self,
+        call: GenerationCall[Any],
+        taken: IdleEngine,
+        *,
+        streams: bool,
+        adapters: Adapter | Sequence[Adapter | None] | None = None,
+    ):
+        """streams: whether each token gives a RequestOutput.
+
+        adapters: of all prompts, or one or None for each; None: the model without any.
+        """
+        self._adapters = adapters
         self._taken, self._engine = taken, taken.engine
         self._reader, self._params = call.reader, call.params
         self._read_ahead, self._streams = taken.sizes.max_num_seqs, streams
@@ -362,8 +385,13 @@ class GenerationRun:
             params = (
                 self._params if isinstance(self._params, SamplingParams) else self._params[index]
             )
+            adapter = self._adapters
+            if isinstance(adapter, Sequence):
+                adapter = adapter_at(adapter, index)
             try:
-                added = self._engine.add_request(token_ids, params, streams=self._streams)
+                added = self._engine.add_request(
+                    token_ids, params, streams=self._streams, adapter=adapter
+                )
             except InputError as error:
                 yield self._failed(index, type(error)(f"prompts[{index}]: {error}"))
                 continue

@@ -13,6 +13,7 @@ from bytetx.errors import ClosedError, DeadlineError, QueueFullError, TooLargeEr
 from bytetx.generate.async_engine import AsyncEngine
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.outputs import RequestOutput
+from bytetx.nn.adapted_rows import Adapter
 from bytetx.runtime.forking import OwnProcess
 from bytetx.sampling_params import SamplingParams
 
@@ -167,12 +168,13 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
         priority: int,
         timeout_s: float | None,
         group: PromptGroup | None,
+        adapter: Adapter | None = None,
     ):
         """read_prompt: the prompt's token ids; it runs in a thread, as does building the engine.
 
         group: of the request, for GenerationThread.
         """
-        self._is_chat = is_chat
+        self._is_chat, self._adapter = is_chat, adapter
         self._thread, self._read_prompt, self._params = thread, read_prompt, params
         self._priority, self._timeout_s, self._group = priority, timeout_s, group
         self._pieces: AsyncGenerator[RequestOutput, None] | None = None
@@ -227,7 +229,9 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
             self.num_prompt_tokens = len(token_ids)
             engine = await asyncio.to_thread(self._thread.engine)
             with self._thread.holding(len(token_ids) * self._params.n, self._group):
-                outputs = engine.generate(token_ids, self._params, priority=self._priority)
+                outputs = engine.generate(
+                    token_ids, self._params, priority=self._priority, adapter=self._adapter
+                )
                 async with aclosing(outputs) as pieces:
                     async for piece in pieces:
                         self._last = time.perf_counter()

@@ -389,7 +389,7 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
     closed.  A device never waits for results to be collected: the next steps, of the next window
     too, are launched behind the one whose results are awaited.
     """
-    reader = run.call.reader
+    reader, adapters = run.call.reader, run.call.adapters
     device = engine.runner.device
     is_shared = device.type == "cuda" and engine.shares_prefixes
     cut = windows(
@@ -409,6 +409,9 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
                 if window is None:
                     yield collect(*running.popleft())
                     continue
+                if adapters is not None:
+                    requests = window.requests.with_adapters(adapters)
+                    window = replace(window, requests=requests)
                 if run.chunks is not None:
                     run.chunks.expect(window.requests)
                 steps = deque(engine.plan(run.open, window.requests))
@@ -584,6 +587,9 @@ class AsyncRun(CallRun[T]):
 
     def accept(self, window: Window) -> None:
         """Queues a window's texts."""
+        if self.call.adapters is not None:
+            requests = window.requests.with_adapters(self.call.adapters)
+            window = replace(window, requests=requests)
         if self.on_read is not None:
             self.on_read(window)
         self.counter.add(window)

@@ -35,7 +35,18 @@ def option(default: T, doc: str, *, min: int | None = None) -> T:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskOptions:
+class AdapterOptions:
+    """Options of every task and of every prompt."""
+
+    adapter: str | Sequence[str | None] | None = option(
+        None,
+        "The name of the LoRA adapter (`load(adapters=)`, `add_adapter`) that all texts run with, "
+        "or a list with a name or None for each; None is the model without any.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions(AdapterOptions):
     """Options of every task."""
 
     on_error: OnError = option(

@@ -1,0 +1,344 @@
+"""LoRA adapters beside a model: read from their folders, added and removed by name."""
+
+import re
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from bytetx.checkpoint.files import ADAPTER_CONFIG, resolve_adapter
+from bytetx.checkpoint.lora import Lora, read_lora
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.weights import LowRank, Weights
+from bytetx.errors import CheckpointError, OptionError, shown
+from bytetx.nn.adapted_rows import Adapter
+from bytetx.nn.checkpoint_heads import Heads, load_heads
+from bytetx.nn.layer import LayerWeights
+from bytetx.nn.layer_weights import separate_heads
+from bytetx.nn.loading import LoadedCheckpoint, reopen_weights
+from bytetx.nn.tensors import TensorLoader
+from bytetx.ops.gated import in_turn
+from bytetx.ops.low_rank import LowRankChange
+from bytetx.runtime.faults import is_out_of_memory
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MERGE = "merge it into the base model (peft's merge_and_unload, then save_pretrained)"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter, and the heads of the model with it: the model's own unless it changes them."""
+
+    adapter: Adapter
+    heads: Heads
+
+
+class Adapters:
+    """The adapters of one loaded checkpoint by name; threads may share it.
+
+    An adapter that is removed stays in memory until the last request that has it ends.
+    """
+
+    def __init__(self, checkpoint: LoadedCheckpoint):
+        self._checkpoint = checkpoint
+        self._by_name: dict[str, LoadedAdapter] = {}
+        self._lock = Lock()  # of loading, one at a time
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The folder of each, by name."""
+        return {name: found.adapter.folder for name, found in list(self._by_name.items())}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of their changes of layers."""
+        return sum(found.adapter.num_bytes for found in list(self._by_name.values()))
+
+    def add(self, name: str, path: str | Path) -> None:
+        """Reads an adapter. Raises OptionError for a name that is taken or none, or a model that
+        takes no adapters; CheckpointError for an adapter that does not fit it."""
+        check_adapter_name(name)
+        check_takes_adapters(self._checkpoint)
+        folder = resolve_adapter(path)
+        with self._lock:
+            if name in self._by_name:
+                raise OptionError(f"an adapter {name!r} is there already; remove it first")
+            self._by_name[name] = load_adapter(self._checkpoint, name, folder)
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter; requests that have it end as if it were there.
+
+        Raises OptionError for an unknown name.
+        """
+        with self._lock:
+            self.get(name)
+            del self._by_name[name]
+
+    def get(self, name: object) -> LoadedAdapter:
+        """Raises OptionError for an unknown name."""
+        found = self._by_name.get(name) if isinstance(name, str) else None
+        if found is None:
+            known = ", ".join(map(repr, self._by_name)) or "none is loaded"
+            raise OptionError(
+                f"adapter must be the name of a loaded one ({known}), or None for the model "
+                f"without any, got {shown(name)}"
+            )
+        return found
+
+
+def named_adapters(
+    adapters: Adapters, named: object, items: object
+) -> Adapter | list[Adapter | None]:
+    """The adapter of all items, or the one of each, or None, by a list of names.
+
+    Raises OptionError for an unknown name, or a list that is not as long as sized items.
+    """
+    if not isinstance(named, list | tuple):
+        return adapters.get(named).adapter
+    check_count(named, items)
+    return [None if name is None else adapters.get(name).adapter for name in named]
+
+
+def check_count(named: Sequence[object], items: object) -> None:
+    """OptionError where a list of names is not as long as items that are sized."""
+    if isinstance(items, Sized) and len(items) != len(named):
+        raise OptionError(
+            f"adapter must be one name, or a list with one for each of {len(items)} inputs, got "
+            f"{len(named)}"
+        )
+
+
+def adapter_at(adapters: Sequence[Adapter | None], index: int) -> Adapter | None:
+    """OptionError where there are more inputs than adapters."""
+    if index >= len(adapters):
+        raise OptionError(f"adapter has {len(adapters)} entries, and there are more inputs")
+    return adapters[index]
+
+
+def check_adapter_name(name: object) -> None:
+    """OptionError unless it is 1 to 128 of letters, digits, '.', '_' and '-'."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise OptionError(
+            "the name of an adapter must be 1 to 128 of the letters a-z and A-Z, digits, '.', '_' "
+            f"and '-', the first one a letter or a digit, got {shown(name)}"
+        )
+
+
+def check_takes_adapters(checkpoint: LoadedCheckpoint) -> None:
+    """OptionError where rows of this model cannot have an adapter each."""
+    reason = None
+    if checkpoint.executor.has_workers or checkpoint.transformer.blocks.shard is not None:
+        reason = "a model that several processes share (tp, grid): load it in one process"
+    elif checkpoint.router is not None:
+        reason = "a checkpoint with a Router: load the folder of the route"
+    elif checkpoint.tasks is not None:
+        reason = "a checkpoint with adapters of its own, which `task` chooses: give task"
+    elif checkpoint.batch_invariant:
+        reason = "a batch-invariant model, because rows of an adapter are multiplied together: "
+        reason += "load it without batch_invariant"
+    elif checkpoint.quantization == "fp8":
+        reason = "a model in fp8: load it in bfloat16 or float16"
+    if reason is not None:
+        raise OptionError(f"adapters of single requests are not for {reason}, or {_MERGE}")
+
+
+def load_adapter(checkpoint: LoadedCheckpoint, name: str, folder: Path) -> LoadedAdapter:
+    """The adapter in a folder, for the rows of a model that check_takes_adapters lets pass.
+
+    Raises CheckpointError for an adapter that is damaged, is of another model, changes what single
+    rows cannot have of their own, or does not fit the memory.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} has no {ADAPTER_CONFIG}; give the folder that peft's save_pretrained wrote"
+        )
+    weights = reopen_weights(checkpoint)
+    spec, transformer = checkpoint.spec, checkpoint.transformer
+    lora = read_lora(folder, weights, spec)
+    word = transformer.embeddings.word
+    try:
+        reader = _ChangeReader(spec, lora, weights, dtype=word.dtype, device=word.device)
+        changes = reader.changes(transformer.layers.weights)
+        _check_positions(folder, spec, reader.used)
+        rest = {name: parts for name, parts in lora.added.items() if name not in reader.used}
+        heads = _load_heads(checkpoint, folder, weights, Lora(rest, lora.replaced))
+        if word.is_cuda:  # steps run on a stream of their own
+            torch.cuda.current_stream(word.device).synchronize()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit the memory of {word.device} beside the model: "
+            f"{error}; free memory there, or remove another adapter"
+        ) from error
+    return LoadedAdapter(Adapter(name, folder, changes), heads)
+
+
+def _check_positions(folder: Path, spec: ModelSpec, used: set[str]) -> None:
+    """Disentangled attention multiplies its positions with the weights of queries and keys once."""
+    relative = spec.layer_spec.disentangled
+    if relative is None or not relative.shares_projections:
+        return
+    for i in range(spec.num_layers):
+        names = spec.layer_names(i)
+        for key in ("q", "k"):
+            if f"{names[key]}.weight" in used:
+                raise CheckpointError(
+                    f"{folder} changes {names[key]!r}, with which {spec.family} projects relative "
+                    f"positions, once for all texts: {_MERGE}"
+                )
+
+
+def _load_heads(checkpoint: LoadedCheckpoint, folder: Path, weights: Weights, rest: Lora) -> Heads:
+    """The model's heads with what an adapter changes beside layers; the same where that is nothing.
+
+    Raises CheckpointError where it changes more than heads.
+    """
+    unread = set(checkpoint.unused_tensors)  # such as a pooler that no head reads
+    changed = {
+        name for name in (*rest.added, *rest.replaced) if weights.saved_name(name) not in unread
+    }
+    if not changed:
+        return checkpoint.heads
+    kept = checkpoint.heads
+    weights = weights.changed(rest.added, rest.replaced).cast(checkpoint.dtype)
+    weights.used.clear()
+    loader = TensorLoader(
+        weights,
+        dtype=checkpoint.dtype,
+        device=checkpoint.device,
+        prepack=checkpoint.device.type == "cpu",
+    )
+    heads = Heads()
+    if kept.lm is None and kept.decision is None and kept != Heads():
+        heads = load_heads(
+            checkpoint.spec,
+            loader,
+            checkpoint.transformer,
+            may_lack=True,
+            decision=None,
+            label_ids=(),
+        )
+    if others := sorted(changed - weights.used):
+        more = f" and {len(others) - 1} more tensors" if len(others) > 1 else ""
+        raise CheckpointError(
+            f"{folder} changes {others[0]!r}{more}, and an adapter of single requests may change "
+            "linear layers of attention and of dense feed-forward layers, and heads of "
+            "classification, tags, answers and masked tokens, but no embedding, norm, expert or "
+            f"language model head: {_MERGE}, or load the adapter's folder itself"
+        )
+    return heads
+
+
+class _ChangeReader:
+    """Reads the changes of a model's layers, in the order in which each weight has its rows.
+
+    used: the names of the tensors that they change.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        lora: Lora,
+        weights: Weights,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self._spec, self._added, self._weights = spec, lora.added, weights
+        self._is_transposed = spec.layer_spec.weight_layout == "conv1d"
+        self._dtype, self._device = dtype, device
+        self.used: set[str] = set()
+
+    def changes(self, layers: Sequence[LayerWeights]) -> dict[int, LowRankChange]:
+        """By id() of each weight."""
+        found: dict[int, LowRankChange] = {}
+        for i, layer in enumerate(layers):
+            if id(layer.qkv) in found or id(layer.attn_out) in found:
+                continue  # layers that share their weights
+            names = self._spec.layer_names(i)
+            parts = [(layer.qkv, self._qkv(names)), (layer.attn_out, self._of(names, "attn_out"))]
+            if layer.feed_forward.linears:
+                first, out = layer.feed_forward.linears
+                parts += [(first, self._first(names, first.block))]
+                parts += [(out, self._of(names, "ffn_out"))]
+            for weight, factors in parts:
+                if factors is not None:
+                    b, a = (self._placed(factor) for factor in factors)
+                    found[id(weight)] = LowRankChange(a, b)
+        return found
+
+    def _placed(self, factor: Tensor) -> Tensor:
+        return factor.to(device=self._device, dtype=self._dtype).contiguous()
+
+    def _qkv(self, names: Mapping[str, str]) -> tuple[Tensor, Tensor] | None:
+        if self._spec.layer_spec.qkv == "separate":
+            return self._stacked(names, ("q", "k", "v"))
+        found = self._of(names, "qkv")
+        if found is None or self._spec.layer_spec.qkv != "interleaved":
+            return found
+        b, a = found
+        return separate_heads(b, self._spec), a
+
+    def _first(self, names: Mapping[str, str], block: int) -> tuple[Tensor, Tensor] | None:
+        """block: as of the weight."""
+        keys = ("ffn_gate_up", "ffn_up_gate")
+        key = next((key for key in keys if key in names), None)
+        if key is not None:
+            found = self._of(names, key)
+        elif "ffn_gate" in names:
+            found = self._stacked(names, ("ffn_gate", "ffn_in"))
+        else:
+            return self._of(names, "ffn_in")
+        if found is None:
+            return None
+        b, a = found
+        halves = b.chunk(2)
+        gate, up = halves[::-1] if key == "ffn_up_gate" else halves
+        return in_turn(gate, up, block), a
+
+    def _stacked(
+        self, names: Mapping[str, str], keys: Sequence[str]
+    ) -> tuple[Tensor, Tensor] | None:
+        """The changes of several tensors whose rows follow one another, as those of one."""
+        found = [self._of(names, key) for key in keys]
+        if all(factors is None for factors in found):
+            return None
+        heights = [self._shape(names, key)[0] for key in keys]
+        a = torch.cat([factors[1] for factors in found if factors is not None])
+        b = a.new_zeros(sum(heights), len(a))
+        row = column = 0
+        for height, factors in zip(heights, found, strict=True):
+            if factors is not None:
+                own = factors[0]
+                b[row : row + height, column : column + own.shape[1]] = own
+                column += own.shape[1]
+            row += height
+        return b, a
+
+    def _of(self, names: Mapping[str, str], key: str) -> tuple[Tensor, Tensor] | None:
+        """(b [n, rank], a [rank, k]), f32, of one tensor; None where nothing is added to it."""
+        if key not in names or not (parts := self._added.get(f"{names[key]}.weight")):
+            return None
+        self.used.add(f"{names[key]}.weight")
+        factors = [self._factors(part) for part in parts]
+        a = torch.cat([right for _, right in factors])
+        b = a.new_zeros(self._shape(names, key)[0], len(a))
+        column = 0
+        for part, (left, _) in zip(parts, factors, strict=True):
+            rows = slice(part.first_row, part.first_row + len(left))
+            b[rows, column : column + left.shape[1]] = left * part.scaling
+            column += left.shape[1]
+        return b, a
+
+    def _factors(self, part: LowRank) -> tuple[Tensor, Tensor]:
+        left, right = part.factors()
+        return (right.t(), left.t()) if self._is_transposed else (left, right)
+
+    def _shape(self, names: Mapping[str, str], key: str) -> tuple[int, ...]:
+        """(n, k) of a tensor."""
+        shape = self._weights.shape(f"{names[key]}.weight")
+        return shape[::-1] if self._is_transposed else shape
