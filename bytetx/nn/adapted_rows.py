@@ -63,6 +63,9 @@ class AdaptedRows(Rows):
             return w
         return AdaptedWeight(w, self._segments, changes)
 
+    def project(self, x: Tensor, w: Weight) -> Tensor:
+        return super().project(x, self._adapted(w))
+
     def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
         return super().column_parallel(x, self._adapted(w), activation=activation)
 

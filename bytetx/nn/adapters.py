@@ -22,6 +22,7 @@ from bytetx.nn.loading import LoadedCheckpoint, reopen_weights
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.gated import in_turn
 from bytetx.ops.low_rank import LowRankChange
+from bytetx.ops.weight import Weight
 from bytetx.runtime.faults import is_out_of_memory
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -161,7 +162,7 @@ def load_adapter(checkpoint: LoadedCheckpoint, name: str, folder: Path) -> Loade
     word = transformer.embeddings.word
     try:
         reader = _ChangeReader(spec, lora, weights, dtype=word.dtype, device=word.device)
-        changes = reader.changes(transformer.layers.weights)
+        changes = reader.changes(transformer.layers.weights, transformer.embeddings.project)
         _check_positions(folder, spec, reader.used)
         rest = {name: parts for name, parts in lora.added.items() if name not in reader.used}
         heads = _load_heads(checkpoint, folder, weights, Lora(rest, lora.replaced))
@@ -226,7 +227,8 @@ def _load_heads(checkpoint: LoadedCheckpoint, folder: Path, weights: Weights, re
         more = f" and {len(others) - 1} more tensors" if len(others) > 1 else ""
         raise CheckpointError(
             f"{folder} changes {others[0]!r}{more}, and an adapter of single requests may change "
-            "linear layers of attention and of dense feed-forward layers, and heads of "
+            "linear layers of attention and of dense feed-forward layers, the projection of an "
+            "embedding, and heads of "
             "classification, tags, answers and masked tokens, but no embedding, norm, expert or "
             f"language model head: {_MERGE}, or load the adapter's folder itself"
         )
@@ -253,9 +255,14 @@ class _ChangeReader:
         self._dtype, self._device = dtype, device
         self.used: set[str] = set()
 
-    def changes(self, layers: Sequence[LayerWeights]) -> dict[int, LowRankChange]:
-        """By id() of each weight."""
+    def changes(
+        self, layers: Sequence[LayerWeights], project: Weight | None
+    ) -> dict[int, LowRankChange]:
+        """By id() of each weight.  project: of the embedding."""
         found: dict[int, LowRankChange] = {}
+        key = "project_in" if self._spec.is_causal else "project"
+        if project is not None and (factors := self._of(self._spec.embeddings, key)) is not None:
+            found[id(project)] = self._placed(factors)
         for i, layer in enumerate(layers):
             if id(layer.qkv) in found or id(layer.attn_out) in found:
                 continue  # layers that share their weights
@@ -267,12 +274,12 @@ class _ChangeReader:
                 parts += [(out, self._of(names, "ffn_out"))]
             for weight, factors in parts:
                 if factors is not None:
-                    b, a = (self._placed(factor) for factor in factors)
-                    found[id(weight)] = LowRankChange(a, b)
+                    found[id(weight)] = self._placed(factors)
         return found
 
-    def _placed(self, factor: Tensor) -> Tensor:
-        return factor.to(device=self._device, dtype=self._dtype).contiguous()
+    def _placed(self, factors: tuple[Tensor, Tensor]) -> LowRankChange:
+        b, a = (one.to(device=self._device, dtype=self._dtype).contiguous() for one in factors)
+        return LowRankChange(a, b)
 
     def _qkv(self, names: Mapping[str, str]) -> tuple[Tensor, Tensor] | None:
         if self._spec.layer_spec.qkv == "separate":

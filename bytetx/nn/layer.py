@@ -256,6 +256,10 @@ class Rows:
         """All rows with all features, from every rank's shard."""
         return x
 
+    def project(self, x: Tensor, w: Weight) -> Tensor:
+        """Embedded rows in the layers' width, on every rank alike."""
+        return w.matmul(x)
+
     def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
         """The first linear layer of a half: all rows, this rank's outputs."""
         return w.matmul(x, activation=activation)

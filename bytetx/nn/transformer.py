@@ -330,7 +330,7 @@ class Transformer:
             x = x * multiplier
         if table.project is None:
             return x
-        x = linear(x, table.project)
+        x = rows.project(x, table.project)
         if table.position is None or not projects_words:
             return x
         return embed(

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,7 +38,8 @@ def adapted_call(
         found = adapters.get(named)
         call = spec.start(_context_of(context, found), *inputs, options)
         return replace(call, adapters=found.adapter)
-    given = [list(one) if isinstance(one, Iterator) else one for one in inputs]
+    most = len(named) + 1  # one more is enough to refuse them
+    given = [list(islice(one, most)) if isinstance(one, Iterator) else one for one in inputs]
     loaded = {}
     for name in named:
         if name is not None:
