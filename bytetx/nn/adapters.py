@@ -46,7 +46,7 @@ class Adapters:
     def __init__(self, checkpoint: LoadedCheckpoint):
         self._checkpoint = checkpoint
         self._by_name: dict[str, LoadedAdapter] = {}
-        self._lock = Lock()  # of loading, one at a time
+        self._lock = Lock()  # loads one at a time
 
     @property
     def folders(self) -> dict[str, Path]:

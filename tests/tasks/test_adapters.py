@@ -298,7 +298,7 @@ def test_a_prefix_of_one_adapter_never_serves_another(causal: Path) -> None:
 
 
 def test_an_adapter_added_again_is_another_one(causal: Path) -> None:
-    """Of the same name: what was computed with the first one is not the second one's."""
+    """Content of the first one of a name is not the second one's."""
     prompts, paths = common_prompts(), folders(causal)
     right = {name: token_ids(own.generate(prompts, GREEDY)) for name, own in merged(causal).items()}
     vectors = {name: own.embed(prompts) for name, own in merged(causal).items()}
