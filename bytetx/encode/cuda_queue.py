@@ -211,7 +211,8 @@ class CudaQueue:
 
     def _start_shared(self, shared: SharedPrefixes) -> SharedPrefixes:
         """The prefixes on the device, with their hidden states where a padded pass gives them."""
-        if self._trees is not None and not shared.kept_rows:
+        has_adapters = shared.batch.adapters is not None  # their rows are planned on the host
+        if self._trees is not None and not shared.kept_rows and not has_adapters:
             states = self._trees.run(shared.batch, self._graphs)
             if states is not None:
                 rows = upload(shared.rows, self._device)
