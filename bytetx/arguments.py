@@ -1,5 +1,6 @@
 """Checks of options; each error names the option, what it must be and what was given."""
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import TypeGuard, TypeVar
@@ -10,6 +11,8 @@ T = TypeVar("T")
 
 # Short names of dtypes and the full ones.
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 MAX_DRAFT = 32  # tokens of a draft; of longer ones the ends are wrong too often
 
@@ -40,6 +43,15 @@ def check_positive(name: str, given: object) -> None:
 def check_not_negative(name: str, given: object) -> None:
     if not _is_integer(given) or given < 0:
         raise OptionError(f"{name} must be an integer from 0, got {shown(given)}")
+
+
+def check_adapter_name(name: object) -> None:
+    """OptionError unless it is 1 to 128 of letters, digits, '.', '_' and '-'."""
+    if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):
+        raise OptionError(
+            "the name of an adapter must be 1 to 128 of the letters a-z and A-Z, digits, '.', '_' "
+            f"and '-', the first one a letter or a digit, got {shown(name)}"
+        )
 
 
 def check_draft_size(num_speculative_tokens: object) -> None:

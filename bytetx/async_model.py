@@ -74,6 +74,7 @@ class AsyncModel(AsyncModelTasks):
         self._max_window_texts = max(max_queued_requests // 4, 1)
         self._is_bounded = False
         self._group: PromptGroup | None = None
+        self._adapter: str | None = None
         self._groups: dict[_GroupKey, EmbedGroup] = {}
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)
@@ -116,6 +117,12 @@ class AsyncModel(AsyncModelTasks):
         """
         view = copy(self)
         view._is_bounded, view._group = True, group
+        return view
+
+    def _adapted(self, adapter: str) -> "AsyncModel":
+        """The same queue for calls that run with an adapter of the model."""
+        view = copy(self)
+        view._adapter = adapter
         return view
 
     @property
@@ -177,6 +184,8 @@ class AsyncModel(AsyncModelTasks):
         refuses all. Stats have no num_pad_tokens, and the mean seconds of all that are done.
         """
         loop = asyncio.get_running_loop()
+        if self._adapter is not None:
+            options["adapter"] = self._adapter
         has_one_adapter = isinstance(options.get("adapter"), str | None)
         if _CUT_OR_JOINED & options.keys() or not has_one_adapter:
             return loop.create_task(self.embed(texts, **options))
@@ -218,6 +227,8 @@ class AsyncModel(AsyncModelTasks):
         self, spec: TaskSpec, inputs: tuple[Any, ...], given: dict[str, Any]
     ) -> AsyncGeneration:
         priority, timeout_s = given.pop("priority", 0), given.pop("timeout_s", None)
+        if self._adapter is not None:
+            given["adapter"] = self._adapter
         bound, options = spec.bind(inputs, given)
         call: PromptCall[AsyncGeneration] = spec.start(self._model.context, *bound, options)
         check_integer("priority", priority)
@@ -240,6 +251,8 @@ class AsyncModel(AsyncModelTasks):
     ) -> Any:
         has_run_options = "priority" in given or "timeout_s" in given
         priority, timeout_s = given.pop("priority", 0), given.pop("timeout_s", None)
+        if self._adapter is not None:
+            given["adapter"] = self._adapter
         bound, options = spec.bind(inputs, given)
         make = partial(self._model._call, spec, bound, options)
         named = options.task if isinstance(options, PromptOptions) else None

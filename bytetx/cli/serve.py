@@ -80,6 +80,10 @@ _FLAGS = {
         "threads": _Flag(
             "CPU threads; all cores if not given.", more={"min": 1, "max": MAX_THREADS, **_SHOWN}
         ),
+        "adapter": _Flag(
+            "A LoRA adapter, NAME=PATH, served as MODEL:NAME; MODEL:NAME=PATH of several models.",
+            setting="adapters",
+        ),
     },
     "Limits": {
         "auto_truncate": _Flag(
@@ -202,7 +206,7 @@ def serve(**given: Any) -> None:
         for name, flag in flags.items()
         if flag.kind is None
     }
-    for name in ("api_keys", "cors_allow_origin", "metrics_names"):
+    for name in ("api_keys", "cors_allow_origin", "metrics_names", "adapters"):
         values[name] = tuple(values[name] or ())
     values["log_level"] = values["log_level"].lower()
     accepts_any = len(sources) == 1 and not are_named

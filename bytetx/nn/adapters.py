@@ -1,6 +1,5 @@
 """LoRA adapters beside a model: read from their folders, added and removed by name."""
 
-import re
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from bytetx.arguments import check_adapter_name
 from bytetx.checkpoint.files import ADAPTER_CONFIG, resolve_adapter
 from bytetx.checkpoint.lora import Lora, read_lora
 from bytetx.checkpoint.spec import ModelSpec
@@ -25,7 +25,6 @@ from bytetx.ops.low_rank import LowRankChange
 from bytetx.ops.weight import Weight
 from bytetx.runtime.faults import is_out_of_memory
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MERGE = "merge it into the base model (peft's merge_and_unload, then save_pretrained)"
 
 
@@ -117,15 +116,6 @@ def adapter_at(adapters: Sequence[Adapter | None], index: int) -> Adapter | None
     if index >= len(adapters):
         raise OptionError(f"adapter has {len(adapters)} entries, and there are more inputs")
     return adapters[index]
-
-
-def check_adapter_name(name: object) -> None:
-    """OptionError unless it is 1 to 128 of letters, digits, '.', '_' and '-'."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise OptionError(
-            "the name of an adapter must be 1 to 128 of the letters a-z and A-Z, digits, '.', '_' "
-            f"and '-', the first one a letter or a digit, got {shown(name)}"
-        )
 
 
 def check_takes_adapters(checkpoint: LoadedCheckpoint) -> None:

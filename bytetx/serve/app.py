@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 import bytetx
 from bytetx.serve import (
+    routes_adapters,
     routes_decide,
     routes_generate,
     routes_openai,
@@ -83,6 +84,8 @@ ROUTES: Mapping[tuple[str, str], Route] = dict(
         _post("/similarity", routes_tei.similarity, schemas.SimilarityRequest),
         _post("/tokenize", routes_tei.tokenize, schemas.TokenizeRequest),
         _post("/tasks", routes_tasks.tasks, schemas.TaskRequest),
+        _post("/adapters/load", routes_adapters.load, schemas.LoadAdapterRequest),
+        _post("/adapters/unload", routes_adapters.unload, schemas.UnloadAdapterRequest),
         _post("/decode", routes_tei.decode, schemas.DecodeRequest),
         _post("/", routes_tei.main_task, None),
         _post("/invocations", routes_tei.invocations, None),

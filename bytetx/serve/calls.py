@@ -92,7 +92,7 @@ class ModelFacts:
     """Facts of a served model that routes need without holding it.
 
     info: of Model.info().  tasks: names of engine.TASKS that it can run.  main_task: what POST /
-    does.  created: seconds since 1970, of loading.
+    does.  created: seconds since 1970, of loading.  parent: of an adapter, the model's name.
     """
 
     name: str
@@ -104,6 +104,7 @@ class ModelFacts:
     gives_token_vectors: bool
     similarity: str
     created: int
+    parent: str | None = None
 
     @property
     def max_tokens(self) -> int:

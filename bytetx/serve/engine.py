@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -107,11 +107,25 @@ class LocalBackend:
     """A ServeBackend of this process.
 
     on_lost: called once where a device or a queue is lost for good; only a new process helps.
+    on_models: called when `models` has changed.
     """
 
-    def __init__(self, served: Sequence[ServedModel], *, on_lost: Callable[[], None]):
+    def __init__(
+        self,
+        served: Sequence[ServedModel],
+        *,
+        on_lost: Callable[[], None],
+        changes_adapters: bool = True,
+    ):
+        """changes_adapters: whether they may be loaded and unloaded while it runs."""
         self._served = {one.facts.name: one for one in served}
-        self.models = tuple(one.facts for one in served)
+        # Models with an adapter, in the same queues, by MODEL:ADAPTER.
+        self._adapted: dict[str, ServedModel] = {}
+        self._changes_adapters = changes_adapters
+        self.on_models: Callable[[], None] = lambda: None
+        for one in served:
+            for adapter in one.model.model.adapters:
+                self._serve_adapter(one, adapter)
         self.is_healthy = True
         self._on_lost = on_lost
         # Of requests with several prompts, each of which is a call; gone with the last of them.
@@ -119,14 +133,21 @@ class LocalBackend:
 
     @property
     def served(self) -> Sequence[ServedModel]:
+        """The models, without their adapters."""
         return list(self._served.values())
+
+    @property
+    def models(self) -> tuple[ModelFacts, ...]:
+        return tuple(one.facts for one in (*self._served.values(), *self._adapted.values()))
 
     async def run(self, call: Call) -> Outcome:
         grouped = self.start_grouped(call)
         try:
             if grouped is not None:
                 return await grouped
-            return await TASKS[call.task](self._served[call.model], call)
+            if call.task in ("load_adapter", "unload_adapter"):
+                return await self._change_adapter(call)
+            return await TASKS[call.task](self._find(call.model), call)
         except Exception as error:
             raise self.serve_error(error) from error
 
@@ -135,16 +156,53 @@ class LocalBackend:
 
         serve_error() says what the future's error is to the client.
         """
-        if call.task != "embed" or not _is_groupable(call):
+        served = self._served.get(call.model) or self._adapted.get(call.model)
+        if call.task != "embed" or served is None or not _is_groupable(call):
             return None
-        answer = _embed_soon(self._served[call.model], call)
+        answer = _embed_soon(served, call)
         outcome: asyncio.Future[Outcome] = answer.get_loop().create_future()
         forward(answer, outcome, _embed_outcome)
         return outcome
 
+    def _find(self, name: str) -> ServedModel:
+        """ServeError for an adapter that was unloaded since its name was looked up."""
+        found = self._served.get(name) or self._adapted.get(name)
+        if found is None:
+            raise ServeError(
+                "not_found",
+                f"the model {shown(name)} is not served here any more",
+                param="model",
+                code="model_not_found",
+            )
+        return found
+
+    async def _change_adapter(self, call: Call) -> Outcome:
+        """Loads or unloads an adapter of a model; the next request knows of it."""
+        if not self._changes_adapters:
+            raise ServeError(
+                "unsupported",
+                "one of several replicas answers this request, and the others would not know of "
+                "it; start all of them with --adapter NAME=PATH",
+            )
+        served, name = self._find(call.model), call.options["name"]
+        if call.task == "load_adapter":
+            await served.model.add_adapter(name, call.options["path"])
+            self._serve_adapter(served, name)
+        else:
+            served.model.remove_adapter(name)
+            del self._adapted[f"{call.model}:{name}"]
+        logger.info("%s: %s %s", call.model, call.task, name)
+        self.on_models()
+        return Outcome(Timings())
+
+    def _serve_adapter(self, served: ServedModel, adapter: str) -> None:
+        name, parent = f"{served.facts.name}:{adapter}", served.facts.name
+        facts = replace(served.facts, name=name, parent=parent, created=int(time.time()))
+        self._adapted[name] = replace(served, facts=facts, model=served.model._adapted(adapter))
+
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
-        served = self._served[call.model]
         try:
+            served = self._find(call.model)
             options = dict(call.options)
             prompt = _prompt(call.inputs, options.pop("chat_template_kwargs", None))
             name, group = options.pop("group", None), PromptGroup()
@@ -398,12 +456,13 @@ async def _declared(served: ServedModel, call: Call) -> Outcome:
 
 
 def _checked_options(spec: TaskSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of JSON in the types that the task declares."""
-    unknown = sorted(given.keys() - spec.fields.keys())
+    """Options of JSON in the types that the task declares; adapters are models of their own."""
+    known = [name for name in spec.fields if name != "adapter"]
+    unknown = sorted(given.keys() - set(known))
     if unknown:
         raise ServeError(
             "validation",
-            f"options.{shown(unknown[0])} is not known; {spec.name} takes {', '.join(spec.fields)}",
+            f"options.{shown(unknown[0])} is not known; {spec.name} takes {', '.join(known)}",
             param="options",
         )
     try:

@@ -63,12 +63,18 @@ class EngineCalls:
         self._running: dict[int, int] = {}  # requests of each connection
         self._protocols: dict[int, FrameProtocol] = {}
         metrics.count_running(lambda: sum(self._running.values()))
+        backend.on_models = self._send_models
 
     def protocol(self) -> FrameProtocol:
         """Make the protocol of a new connection, which is told the models."""
         protocol = _Greeting(self._on_frame, self._on_close, self._backend)
         self._protocols[id(protocol)] = protocol
         return protocol
+
+    def _send_models(self) -> None:
+        """Tells all front-ends of models that have changed."""
+        for protocol in list(self._protocols.values()):
+            protocol.send(_models(self._backend))
 
     def close(self) -> None:
         for task in self._tasks.values():
@@ -181,4 +187,8 @@ class _Greeting(FrameProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.send({"models": [asdict(facts) for facts in self._backend.models]})
+        self.send(_models(self._backend))
+
+
+def _models(backend: LocalBackend) -> dict[str, Any]:
+    return {"models": [asdict(facts) for facts in backend.models]}

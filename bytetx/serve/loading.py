@@ -36,6 +36,7 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         families=settings.families,
         revision=settings.revision,
         local_files_only=settings.local_files_only,
+        adapters=settings.adapters_of(source.name),
     )
     facts = model_facts(source, model)
     queue = AsyncModel(

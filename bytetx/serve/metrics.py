@@ -355,6 +355,18 @@ class _Batches:
             for model, stats in every:
                 counter.add_metric([model], getattr(stats, attribute))
             yield counter
+        adapters = GaugeMetricFamily(
+            "bytetx_adapters", "Adapters that are loaded.", labels=["model"]
+        )
+        adapter_bytes = GaugeMetricFamily(
+            "bytetx_adapter_bytes", "Memory of the adapters that are loaded.", labels=["model"]
+        )
+        for one, _ in self._served:
+            loaded = one.model.model.loras
+            adapters.add_metric([one.facts.name], len(loaded.folders))
+            adapter_bytes.add_metric([one.facts.name], loaded.num_bytes)
+        yield adapters
+        yield adapter_bytes
         saved = CounterMetricFamily(
             "bytetx_padding_saved_tokens",
             "Pad tokens that the same batches, padded to their longest text, would have computed.",

@@ -103,7 +103,7 @@ class Engine:
     async def __init__(self, settings: ServeSettings) -> None:  # type: ignore[misc]
         served = await asyncio.to_thread(load_models, settings)
         # Ray asks check_health, and replaces an engine that is lost.
-        self._backend = LocalBackend(served, on_lost=lambda: None)
+        self._backend = LocalBackend(served, on_lost=lambda: None, changes_adapters=False)
         self._tokens = 0  # about, of the calls that are not answered
         await warm_up(self._backend)
 

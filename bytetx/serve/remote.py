@@ -139,9 +139,10 @@ class EngineClient:
     ) -> None:
         if "models" in header:
             self._models = tuple(_facts(row) for row in header["models"])
+            if self._protocol is not protocol:
+                logger.info("connected to the engine process")
             self._protocol = protocol
             self._is_connected.set()
-            logger.info("connected to the engine process")
             return
         stream = self._streams.get(header["id"])
         if stream is not None:

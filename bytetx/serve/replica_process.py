@@ -48,7 +48,9 @@ async def _serve(settings: ServeSettings, index: int, folder: Path) -> None:
     ends = asyncio.Event()
     served: list[ServedModel] = await asyncio.to_thread(load_models, settings)
     try:
-        backend = LocalBackend(served, on_lost=ends.set)  # the supervisor starts it again
+        backend = LocalBackend(
+            served, on_lost=ends.set, changes_adapters=False
+        )  # the supervisor starts it again
         await warm_up(backend)
         metrics = Metrics(settings)
         recorder = ReplicaRecorder(metrics, index=index, folder=folder)

@@ -105,12 +105,14 @@ async def list_models(exchange: Exchange) -> Response:
 
 
 def _model(facts: ModelFacts) -> dict[str, Any]:
+    parent = {} if facts.parent is None else {"parent": facts.parent}
     return {
         "id": facts.name,
         "object": "model",
         "created": facts.created,
         "owned_by": "bytetx",
         "max_model_len": facts.max_tokens,
+        **parent,
     }
 
 

@@ -443,6 +443,15 @@ class TaskRequest(Request):
     model: str | None = Field(None, description="A served model; the first one.")
 
 
+class UnloadAdapterRequest(Request):
+    name: str = Field(description="Of the adapter, without its model.")
+    model: str | None = Field(None, description="A served model; the first one.")
+
+
+class LoadAdapterRequest(UnloadAdapterRequest):
+    path: str = Field(description="Folder on the server, or a hub id.")
+
+
 class EmbedRequest(_TeiRequest):
     inputs: Texts
     normalize: OrNull[bool] = Field(True, description="Scale vectors to length 1.")

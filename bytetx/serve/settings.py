@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bytetx.arguments import check_draft_size
+from bytetx.arguments import check_adapter_name, check_draft_size
 from bytetx.checkpoint.names import name_of
 from bytetx.errors import OptionError, shown
 
@@ -39,6 +39,7 @@ class ServeSettings:
     metrics_names: sets of metric names, of METRICS_NAMES; the first one is always there.
     log_level: the least of LOG_LEVELS that is written.  access_log: a line for each request.
     frontends: processes that share the port; 1 answers in the process that computes.
+    adapters: each NAME=PATH, of the only model, or MODEL:NAME=PATH.
     """
 
     models: Sequence[ModelSource]
@@ -82,6 +83,7 @@ class ServeSettings:
     otlp_service_name: str = "bytetx"
     shutdown_timeout_s: float = 30.0
     frontends: int = 1
+    adapters: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -106,11 +108,34 @@ class ServeSettings:
         if self.pooling in _TEI_POOLING:
             object.__setattr__(self, "pooling", _TEI_POOLING[self.pooling])
         check_draft_size(self.num_speculative_tokens)
+        served = [*names, *(f"{model}:{name}" for model, name, _ in self._adapters())]
+        twice = next((name for name in served if served.count(name) > 1), None)
+        if twice is not None:
+            raise OptionError(f"two models or adapters are called {shown(twice)}; rename one")
         if not all(map(_KEY.fullmatch, self.api_keys)):
             raise OptionError(
                 "--api-key must be one or more visible ASCII characters, as a header carries them, "
                 "and one of those given is not; leave it out to serve without a key"
             )
+
+    def adapters_of(self, model: str) -> dict[str, str]:
+        """The paths of a model's adapters, by name."""
+        return {name: path for owner, name, path in self._adapters() if owner == model}
+
+    def _adapters(self) -> list[tuple[str, str, str]]:
+        """(model, name, path); OptionError for one that is not of a served model."""
+        found, names = [], [model.name for model in self.models]
+        for text in self.adapters:
+            left, _, path = text.partition("=")
+            model, _, name = left.rpartition(":")
+            if not path or (not model and len(names) > 1) or (model and model not in names):
+                raise OptionError(
+                    f"--adapter must be NAME=PATH, or MODEL:NAME=PATH with MODEL of "
+                    f"{', '.join(names)}, got {shown(text)}"
+                )
+            check_adapter_name(name)
+            found.append((model or names[0], name, path))
+        return found
 
 
 def model_sources(given: Sequence[str], served_names: Sequence[str] = ()) -> list[ModelSource]:

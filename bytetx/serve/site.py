@@ -181,7 +181,9 @@ class Site:
         if name is None:
             return models[0]
         found = next((model for model in models if model.name == name), None)
-        if found is None and self.settings.accepts_any_name:
+        # A name with an adapter's is never answered by the model without it.
+        names_adapter = found is None and any(name.startswith(f"{m.name}:") for m in models)
+        if found is None and self.settings.accepts_any_name and not names_adapter:
             return models[0]
         if found is None:
             known = ", ".join(model.name for model in models)

@@ -13,15 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
 from checkpoints import SENTENCES, edit_json, save_asymmetric, save_causal, save_checkpoint
+from lora_adapters import save_adapter
 from safetensors.torch import load_file, save_file
 from tiny import one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
-from torch import nn
 
 import bytetx
 from bytetx.errors import CheckpointError, OptionError
@@ -31,22 +30,6 @@ from bytetx.nn.adapters import Adapters
 SEQLENS = [1, 7, 30, 3, 12]
 GREEDY = bytetx.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 TEXTS = [text for text in SENTENCES if text]
-
-
-def save_adapter(
-    base: Path, folder: Path, kind: type = transformers.AutoModel, seed: int = 0, **config: object
-) -> nn.Module:
-    """Saves a random adapter of the model in `base`; returns peft's model, not merged."""
-    torch.manual_seed(seed)
-    model = peft.get_peft_model(kind.from_pretrained(base), peft.LoraConfig(**config))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(0, 0.2)
-            elif "modules_to_save" in name:
-                parameter.add_(torch.randn(parameter.shape))
-    model.save_pretrained(folder)
-    return model.eval()
 
 
 def load(folder: Path, **options: object) -> Model:
