@@ -126,6 +126,7 @@ class LocalBackend:
         for one in served:
             for adapter in one.model.model.adapters:
                 self._serve_adapter(one, adapter)
+        self.models = self._list_models()
         self.is_healthy = True
         self._on_lost = on_lost
         # Of requests with several prompts, each of which is a call; gone with the last of them.
@@ -135,10 +136,6 @@ class LocalBackend:
     def served(self) -> Sequence[ServedModel]:
         """The models, without their adapters."""
         return list(self._served.values())
-
-    @property
-    def models(self) -> tuple[ModelFacts, ...]:
-        return tuple(one.facts for one in (*self._served.values(), *self._adapted.values()))
 
     async def run(self, call: Call) -> Outcome:
         grouped = self.start_grouped(call)
@@ -192,8 +189,12 @@ class LocalBackend:
             served.model.remove_adapter(name)
             del self._adapted[f"{call.model}:{name}"]
         logger.info("%s: %s %s", call.model, call.task, name)
+        self.models = self._list_models()
         self.on_models()
         return Outcome(Timings())
+
+    def _list_models(self) -> tuple[ModelFacts, ...]:
+        return tuple(one.facts for one in (*self._served.values(), *self._adapted.values()))
 
     def _serve_adapter(self, served: ServedModel, adapter: str) -> None:
         name, parent = f"{served.facts.name}:{adapter}", served.facts.name

@@ -170,6 +170,10 @@ def test_what_the_routes_refuse(served: InProcess, adapters: dict[str, Path]) ->
     for wrong in ("a:b", "", "a/b"):
         answer = served.post("/adapters/load", {**load, "name": wrong}, **WITH_KEY)
         assert answer.status_code == 422 and "name of an adapter must be" in answer.text
+    answer = served.post("/adapters/load", {**load, "nmae": "y"}, **WITH_KEY)
+    assert answer.status_code == 422 and "nmae" in answer.text
+    answer = served.post("/adapters/load", {**load, "name": None}, **WITH_KEY)
+    assert answer.status_code == 422 and "name" in answer.text
     answer = served.post("/adapters/load", {**load, "model": "embedder:legal"}, **WITH_KEY)
     assert answer.status_code == 422 and "name its model, embedder" in answer.text
     answer = served.post("/adapters/load", {**load, "model": "nothing"}, **WITH_KEY)
