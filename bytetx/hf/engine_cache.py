@@ -86,7 +86,8 @@ def _is_same(one: LoadedCheckpoint, other: LoadedCheckpoint) -> bool:
 def _addresses(checkpoint: LoadedCheckpoint) -> list[int]:
     head = checkpoint.heads.lm
     assert head is not None
-    parts = (head.decoder.weight, head.decoder.bias)
+    decoder = head.decoder.dense  # the module's own parameters are floats
+    parts = (decoder.weight, decoder.bias)
     return addresses([part for part in parts if part is not None])
 
 
