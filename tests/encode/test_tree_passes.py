@@ -106,7 +106,6 @@ def load(folder: Path, *, cuda_graphs: bool = True, **options: object) -> Model:
     [
         ("qwen3", {"dtype": "bfloat16"}),
         ("qwen3", {"dtype": "float16", "batch_invariant": True}),
-        ("qwen3", {"dtype": "float32"}),
         ("qwen3-window", {"dtype": "bfloat16"}),
         ("gemma3", {"dtype": "bfloat16"}),
     ],
@@ -127,8 +126,7 @@ def test_a_graph_serves_every_tree_of_its_sizes(
         vectors = model.embed(texts, pooling="lasttoken")
         assert np.array_equal(vectors, eager.embed(texts, pooling="lasttoken"))
     queue = model.encoder.runner._queue
-    assert queue is not None
-    assert (queue.num_graphs > 3) == model.transformer.is_capturable  # not in float32
+    assert queue is not None and queue.num_graphs > 3
     counts, _ = model.encoder.counts()
     assert counts.computed_tokens < 0.7 * counts.total_tokens
 
