@@ -117,7 +117,14 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
             "max_tokens": 4,
         },
     ],
+    "/adapters/load": lambda text: [
+        {"name": name, "path": path} for name in ("a", text) for path in ("a", text)
+    ],
+    "/adapters/unload": lambda text: [{"name": "a"}, {"name": text}],
 }
+# Routes that answer none of these bodies with 200: there are no such adapters, and the chats are
+# longer than the model.
+REFUSES_ALL = {"/adapters/load", "/adapters/unload", "/v1/chat/completions"}
 
 
 def largest_bodies(path: str, *, size: int) -> Iterator[bytes]:
