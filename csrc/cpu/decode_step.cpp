@@ -72,7 +72,7 @@ struct StepLayout {
         h = rows(p.hidden_size) - threads;
         const int64_t widest =
             std::max({int64_t{p.hidden_size}, int64_t{p.inner_size}, attended_width(p)});
-        staged = take(p.batch_size * panel_row_words(widest) * int64_t{sizeof(float)}) - threads;
+        staged = take(p.batch_size * most_row_words(widest) * int64_t{sizeof(float)}) - threads;
         of_thread = at - threads;
         attention = threads + std::max(num_threads, 1) * of_thread;
     }

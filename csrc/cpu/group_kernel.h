@@ -17,9 +17,10 @@
 // 30480, so that a whole group needs no wider sum. 8 bits would saturate there; their bytes are
 // widened to 16 bits and multiplied in pairs into 32.
 //
-// Tile: 4 rows x 16 outputs with AVX2 and NEON, 8 x 16 with AVX-512. Bound by: memory for few rows,
-// the multipliers for many. A result depends on its row and output alone, bit for bit, and not on
-// the instruction set.
+// Tile: 4 rows x 16 outputs with AVX2 and NEON, 8 x 16 with AVX-512, 12 x 16 with VNNI. Bound by:
+// memory for few rows, the multipliers for many: of 12 operations of a row's group with VNNI, 8 are
+// products of codes, 3 add them up in f32 and 1 unpacks codes. A result depends on its row and
+// output alone, bit for bit, and not on the instruction set.
 #pragma once
 
 #include "cpu/panels.h"
@@ -28,7 +29,11 @@
 namespace bytetx::cpu::BYTETX_SIMD {
 
 #if defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
+constexpr int kGroupRows = 12;
+#else
 constexpr int kGroupRows = 8;
+#endif
 struct Words {
     __m512i v;
 };
@@ -45,7 +50,6 @@ inline Words even_bytes(Words w) { return {_mm512_and_si512(w.v, _mm512_set1_epi
 inline Words odd_bytes(Words w) { return {_mm512_srli_epi16(w.v, 8)}; }
 inline Words add16(Words a, Words b) { return {_mm512_add_epi16(a.v, b.v)}; }
 inline Words add32(Words a, Words b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline Words sub32(Words a, Words b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline Words pairs_of_bytes(Words w, Words x) { return {_mm512_maddubs_epi16(w.v, x.v)}; }
 inline Words pairs_of_words(Words w, Words x) { return {_mm512_madd_epi16(w.v, x.v)}; }
 inline Words ones16() { return {_mm512_set1_epi16(1)}; }
@@ -104,9 +108,6 @@ inline Words add16(Words a, Words b) {
 inline Words add32(Words a, Words b) {
     return each_half([](auto x, auto y) { return bytes_of(vaddq_s32(as32(x), as32(y))); }, a, b);
 }
-inline Words sub32(Words a, Words b) {
-    return each_half([](auto x, auto y) { return bytes_of(vsubq_s32(as32(x), as32(y))); }, a, b);
-}
 inline Words pairs_of_bytes(Words w, Words x) {  // w below 128
     const auto pairs = [](uint8x16_t a, uint8x16_t b) {
         const int8x16_t y = vreinterpretq_s8_u8(a), z = vreinterpretq_s8_u8(b);
@@ -153,7 +154,6 @@ inline Words even_bytes(Words w) { return {_mm256_and_si256(w.v, _mm256_set1_epi
 inline Words odd_bytes(Words w) { return {_mm256_srli_epi16(w.v, 8)}; }
 inline Words add16(Words a, Words b) { return {_mm256_add_epi16(a.v, b.v)}; }
 inline Words add32(Words a, Words b) { return {_mm256_add_epi32(a.v, b.v)}; }
-inline Words sub32(Words a, Words b) { return {_mm256_sub_epi32(a.v, b.v)}; }
 inline Words pairs_of_bytes(Words w, Words x) { return {_mm256_maddubs_epi16(w.v, x.v)}; }
 inline Words pairs_of_words(Words w, Words x) { return {_mm256_madd_epi16(w.v, x.v)}; }
 inline Words ones16() { return {_mm256_set1_epi16(1)}; }
@@ -179,10 +179,30 @@ constexpr int64_t kCodeBytes = sizeof(Words);
 constexpr int64_t kStepBytes = 4 * kStripColumns;  // one step of 8 bits, or two of 4
 constexpr int64_t kSteps = kGroupFeatures / 4;
 
+// Where integer sums begin. With VNNI it is the bits of 1.5 * 2^23: an integer below 2^22 that is
+// added to them makes them the float that is larger by it, which needs no conversion.
+#if defined(__AVX512VNNI__)
+constexpr int32_t kFirstSum = 0x4b400000;
+constexpr float kFirstFloat = 12582912.0f;
+#else
+constexpr int32_t kFirstSum = 0;
+constexpr float kFirstFloat = 0.0f;
+#endif
+
+// sum * scale, rounded once; first: -kFirstFloat * scale, which is exact.
+inline Vec scaled(Words sum, Vec scale, Vec first) {
+#if defined(__AVX512VNNI__)
+    return multiply_add(Vec{_mm512_castsi512_ps(sum.v)}, scale, first);
+#else
+    static_cast<void>(first);
+    return floats_of(sum) * scale;
+#endif
+}
+
 // A staged row: of each group a, and what its formula needs of sum(q); then the codes q.
 struct GroupRow {
     const float* scales;
-    const float* sums;  // 4 bits: a sum(q); 8 bits: the integer 128 sum(q)
+    const float* sums;  // 4 bits: a sum(q); 8 bits: the integer kFirstSum - 128 sum(q)
     const int8_t* codes;
 
     GroupRow(const float* row, int64_t groups)
@@ -191,11 +211,14 @@ struct GroupRow {
           codes(reinterpret_cast<const int8_t*>(row + 2 * groups)) {}
 };
 
-// A width's dot products: kRowBytes of a staged code; add() sums a group's products into words.
+// A width's dot products: kRowBytes of a staged code; start() is where a row's sums of a group
+// begin, sum() adds the group's products, finish() makes whole words of them.
 struct Int4 {
     static constexpr int64_t kBlockBytes = kGroupBytes4;
     static constexpr int64_t kRowBytes = 1;
     static constexpr bool kHasLeast = true;
+
+    static inline Words start(const float*) { return spread(&kFirstSum); }
 
     template <int kRows>
     static inline void sum(const uint8_t* block, const int8_t* const* codes, int64_t group,
@@ -209,7 +232,7 @@ struct Int4 {
                 low[v] = low_nibbles(both);
                 high[v] = high_nibbles(both);
             }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
                 const int8_t* q = codes[r] + group * kGroupFeatures + pair * 8;
                 const Words first = spread(q), second = spread(q + 4);
@@ -230,7 +253,7 @@ struct Int4 {
 #endif
     }
 
-    static inline Words finish(Words sum, float) {
+    static inline Words finish(Words sum) {
 #if defined(__AVX512VNNI__)
         return sum;
 #else
@@ -248,10 +271,12 @@ struct Int8 {
 #endif
     static constexpr bool kHasLeast = false;
 
+    static inline Words start(const float* staged) { return spread(staged); }
+
     template <int kRows>
     static inline void sum(const uint8_t* block, const int8_t* const* codes, int64_t group,
                            Words (&sums)[kRows][kStripVectors]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int64_t step = 0; step < kSteps; ++step) {
             Words w[kStripVectors];
 #pragma GCC unroll 2
@@ -260,7 +285,7 @@ struct Int8 {
             }
             const int64_t at = (group * kSteps + step) * 4 * kRowBytes;
 #if defined(__AVX512VNNI__)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
                 const Words x = spread(codes[r] + at);
                 sums[r][0].v = _mm512_dpbusd_epi32(sums[r][0].v, w[0].v, x.v);
@@ -279,7 +304,7 @@ struct Int8 {
         Words w[kStripVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kStripVectors; ++v) w[v] = half(both[v]);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
             const Words x = spread(codes[r] + at);
 #pragma GCC unroll 2
@@ -289,18 +314,18 @@ struct Int8 {
         }
     }
 
-    static inline Words finish(Words sum, float shift) { return sub32(sum, spread(&shift)); }
+    static inline Words finish(Words sum) { return sum; }
 };
 
 template <class Codes, typename T, int kRows>
 [[gnu::noinline]] inline void multiply_group_tile(const PanelProduct& p, const uint8_t* blocks,
                                                   int64_t row, int64_t column) {
-    const int64_t groups = p.w.features / kGroupFeatures, row_words = panel_row_words(p.w.k);
+    const int64_t groups = p.w.features / kGroupFeatures, row_words = group_row_words(p.w.k);
     const float* scales[kRows];
     const float* row_sums[kRows];
     const int8_t* codes[kRows];
     Vec totals[kRows][kStripVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
         const GroupRow staged(p.rows + (row + r) * row_words, groups);
         scales[r] = staged.scales;
@@ -312,10 +337,12 @@ template <class Codes, typename T, int kRows>
 #pragma GCC unroll 1
     for (int64_t group = 0; group < groups; ++group, blocks += Codes::kBlockBytes) {
         Words sums[kRows][kStripVectors];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-            for (int v = 0; v < kStripVectors; ++v) sums[r][v] = no_words();
+            for (int v = 0; v < kStripVectors; ++v) {
+                sums[r][v] = Codes::start(row_sums[r] + group);
+            }
         }
         Codes::template sum<kRows>(blocks, codes, group, sums);
         const auto* numbers = reinterpret_cast<const uint16_t*>(
@@ -323,15 +350,15 @@ template <class Codes, typename T, int kRows>
 #pragma GCC unroll 2
         for (int v = 0; v < kStripVectors; ++v) {
             const Vec scale = load_half(numbers + v * Vec::kWidth);
+            const Vec first = broadcast(-kFirstFloat) * scale;
             Vec least{};
             if constexpr (Codes::kHasLeast) {
                 least = load_half(numbers + kStripColumns + v * Vec::kWidth);
             }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int r = 0; r < kRows; ++r) {
-                const Words sum = Codes::finish(sums[r][v], row_sums[r][group]);
-                totals[r][v] =
-                    multiply_add(floats_of(sum) * scale, broadcast(scales[r][group]), totals[r][v]);
+                const Vec product = scaled(Codes::finish(sums[r][v]), scale, first);
+                totals[r][v] = multiply_add(product, broadcast(scales[r][group]), totals[r][v]);
                 if constexpr (Codes::kHasLeast) {
                     totals[r][v] = multiply_add(least, broadcast(row_sums[r][group]), totals[r][v]);
                 }
@@ -345,7 +372,7 @@ template <class Codes, typename T, int kRows>
         if (room <= 0) return;
         const Vec factor = load_some(p.w.factor + begin, room);
         const Vec bias = biases != nullptr ? load_some(biases + begin, room) : broadcast(0.0f);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
             const Vec y = multiply_add(totals[r][v], factor, bias);
             store_some(static_cast<T*>(p.d) + (row + r) * p.w.n + begin, room,
@@ -355,25 +382,26 @@ template <class Codes, typename T, int kRows>
 }
 
 template <class Codes, typename T, int kRows>
-inline void multiply_group_rest(const PanelProduct& p, const uint8_t* blocks, int64_t row,
-                                int64_t column) {
-    if constexpr (kRows > 0) {
-        if (p.m - row == kRows) return multiply_group_tile<Codes, T, kRows>(p, blocks, row, column);
-        multiply_group_rest<Codes, T, kRows - 1>(p, blocks, row, column);
+inline void multiply_group_rows(const PanelProduct& p, const uint8_t* blocks, int64_t row,
+                                int64_t column, int64_t num_rows) {
+    if (num_rows == kRows) return multiply_group_tile<Codes, T, kRows>(p, blocks, row, column);
+    if constexpr (kRows > 1) {
+        multiply_group_rows<Codes, T, kRows - 1>(p, blocks, row, column, num_rows);
     }
 }
 
+// Tiles of nearly equal heights.
 template <class Codes, typename T>
 inline void multiply_groups(const PanelProduct& p, int64_t first, int64_t last) {
     const int64_t strip_bytes = p.w.features / kGroupFeatures * Codes::kBlockBytes;
+    const int64_t num_tiles = (p.m + kGroupRows - 1) / kGroupRows;
     for (int64_t strip = first; strip < last; ++strip) {
         const auto* blocks = static_cast<const uint8_t*>(p.w.weight) + strip * strip_bytes;
-        const int64_t column = strip * kStripColumns;
-        int64_t row = 0;
-        for (; row + kGroupRows <= p.m; row += kGroupRows) {
-            multiply_group_tile<Codes, T, kGroupRows>(p, blocks, row, column);
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            const int64_t row = p.m * tile / num_tiles, end = p.m * (tile + 1) / num_tiles;
+            multiply_group_rows<Codes, T, kGroupRows>(p, blocks, row, strip * kStripColumns,
+                                                      end - row);
         }
-        multiply_group_rest<Codes, T, kGroupRows - 1>(p, blocks, row, column);
     }
 }
 
@@ -405,7 +433,7 @@ inline int32_t round_group(const T* x, int64_t count, float& scale, int8_t* q) {
 
 template <class Codes, typename T>
 inline void stage_groups(const void* x, int64_t m, int64_t k, float* rows) {
-    const int64_t groups = (k + kGroupFeatures - 1) / kGroupFeatures, words = panel_row_words(k);
+    const int64_t groups = (k + kGroupFeatures - 1) / kGroupFeatures, words = group_row_words(k);
     for (int64_t r = 0; r < m; ++r) {
         const T* from = static_cast<const T*>(x) + r * k;
         float* row = rows + r * words;
@@ -417,8 +445,8 @@ inline void stage_groups(const void* x, int64_t m, int64_t k, float* rows) {
             if constexpr (Codes::kHasLeast) {
                 row[groups + group] = row[group] * static_cast<float>(sum);
             } else {
-                const int32_t shift = 128 * sum;
-                __builtin_memcpy(row + groups + group, &shift, sizeof(shift));
+                const int32_t start = kFirstSum - 128 * sum;
+                __builtin_memcpy(row + groups + group, &start, sizeof(start));
             }
             if constexpr (Codes::kRowBytes == 1) {
                 __builtin_memcpy(codes + begin, q, sizeof(q));

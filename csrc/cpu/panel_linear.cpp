@@ -141,7 +141,7 @@ void check_panels(const char* op, const PanelMatrix& w, DType dtype) {
 const char* panel_linear_isa() { return cpu::find_table(cpu::machine_isa()).name; }
 
 int64_t panel_linear_workspace_bytes(int64_t m, int64_t k) {
-    return m * cpu::panel_row_words(k) * int64_t{sizeof(float)};
+    return m * cpu::most_row_words(k) * int64_t{sizeof(float)};
 }
 
 void panel_linear(const PanelLinearParams& p, const Launch& launch) {
@@ -156,7 +156,8 @@ void panel_linear(const PanelLinearParams& p, const Launch& launch) {
     }
     if (p.m == 0) return;
     auto* rows = static_cast<float*>(p.workspace);
-    const int64_t item = p.dtype == DType::f32 ? 4 : 2, row_words = panel_row_words(p.w.k);
+    const int64_t item = p.dtype == DType::f32 ? 4 : 2,
+                  row_words = panel_row_words(p.w.k, p.w.format);
     parallel_for(p.m, kStagedFeatures / p.w.k + 1, launch.num_threads,
                  [&](int64_t begin, int64_t end) {
                      const auto* x = static_cast<const char*>(p.x) + begin * p.w.k * item;

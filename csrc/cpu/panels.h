@@ -1,6 +1,7 @@
 // Shared by products with panels: the loops, and the kernels of each instruction set.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "panel_ops.h"
@@ -23,15 +24,28 @@ inline bool has_codes(PanelFormat format) {
     return format == PanelFormat::int8 || format == PanelFormat::int4;
 }
 
-// 32-bit words of a row as the kernels read it: whole groups.
+// 32-bit words of a row as the kernels read it: whole groups of features or, for codes, of each
+// group two words and codes of at most 16 bits, in an odd number of cache lines, so that rows are
+// not all in the same sets of a cache.
 inline int64_t panel_row_words(int64_t k) {
     return (k + kGroupFeatures - 1) / kGroupFeatures * kGroupFeatures;
+}
+inline int64_t group_row_words(int64_t k) {
+    constexpr int64_t kLineWords = 16;
+    const int64_t words = (k + kGroupFeatures - 1) / kGroupFeatures * (2 + kGroupFeatures / 2);
+    return ((words + kLineWords - 1) / kLineWords | 1) * kLineWords;
+}
+inline int64_t panel_row_words(int64_t k, PanelFormat format) {
+    return has_codes(format) ? group_row_words(k) : panel_row_words(k);
+}
+inline int64_t most_row_words(int64_t k) {
+    return std::max(panel_row_words(k), group_row_words(k));
 }
 
 // act(rows @ w.T + bias) of staged rows.
 struct PanelProduct {
     PanelMatrix w;
-    const float* rows;  // [m] of panel_row_words(w.k) words, from stage()
+    const float* rows;  // [m] of panel_row_words(w.k, w.format) words, from stage()
     void* d;            // [m, n], dtype
     int64_t m;
     Activation activation;
