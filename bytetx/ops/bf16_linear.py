@@ -2,12 +2,10 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from bytetx.ops import native
 from bytetx.ops.registry import Operation
 
-_COLUMNS = 32  # outputs per panel, as in csrc/cpu/bf16_linear.h
 _CPU = torch.device("cpu")
 
 
@@ -25,14 +23,6 @@ def bf16_linear_isa() -> str | None:
     return None if isa is None else isa()
 
 
-def pack_bf16_weight(weight: Tensor) -> Tensor:
-    """The panels of a bf16 weight [n, k]: int32 [ceil(n / 32), ceil(k / 2), 32], pairs of features
-    of 32 outputs behind one another, filled up with zeros."""
-    n, k = weight.shape
-    words = pad(weight, (0, k % 2, 0, -n % _COLUMNS)).contiguous().view(torch.int32)
-    return words.view(-1, _COLUMNS, words.shape[1]).transpose(1, 2).contiguous()
-
-
 def bf16_linear(
     x: Tensor,
     weight: Tensor,
@@ -45,7 +35,7 @@ def bf16_linear(
 ) -> Tensor:
     """act(x @ weight.T + bias) of checked arguments: x bf16 [m, k], contiguous.
 
-    weight: bf16 [n, k], contiguous, or with is_packed what pack_bf16_weight made of it.
+    weight: bf16 [n, k], contiguous, or with is_packed what panel_linear.pack_weight made of it.
     activation: its index in ops.linear.ACTIVATIONS, computed in f32.  isa: a key of
     native.ISA_CODES.  Every result is one chain of f32 sums in the order of k, so that a row's bits
     depend on neither the other rows nor the number of threads.

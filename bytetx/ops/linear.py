@@ -1,4 +1,4 @@
-"""Linear layers on packed rows: our kernels on Hopper GPUs and of bf16 on CPUs, or oneDNN."""
+"""Linear layers on packed rows: our kernels on Hopper GPUs and CPUs, or oneDNN."""
 
 import platform
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference, triton_backend
-from bytetx.ops.bf16_linear import bf16_linear, pack_bf16_weight, why_no_bf16_linear
+from bytetx.ops.bf16_linear import bf16_linear, why_no_bf16_linear
 from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_tensor
 from bytetx.ops.linear_plan import (
     EPILOGUES,
@@ -21,6 +21,7 @@ from bytetx.ops.linear_plan import (
     plan_linear,
 )
 from bytetx.ops.native import num_tile_rows, padded, tile_rows
+from bytetx.ops.panel_linear import f32_linear, pack_weight, why_no_panels
 from bytetx.ops.registry import Backend, Operation
 
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -51,8 +52,9 @@ _ONEDNN_ACTIVATIONS = {
     "silu": ("swish", ""),
     "tanh": ("tanh", ""),
 }
+_CPU_KERNELS = {torch.float32: f32_linear, torch.bfloat16: bf16_linear}
 
-# Shape class: a weight's layout ("plain", "oneDNN's", "panels" of bf16), its dtype, whether the
+# Shape class: a weight's layout ("plain", "oneDNN's", our "panels"), its dtype, whether the
 # Hopper kernel takes it, and whether it is batch-invariant: it is chosen once a weight.
 # run(x, w, *, activation, residual) as of linear.
 LINEAR = Operation("linear")
@@ -87,7 +89,7 @@ class LinearWeight:
 
     @property
     def _layout(self) -> str:
-        if self.is_prepacked:  # our panels of bf16 are int32, see pack_bf16_weight
+        if self.is_prepacked:  # our panels are int32, see pack_weight
             return "panels" if self.weight.dtype == torch.int32 else "oneDNN's"
         return "plain"
 
@@ -142,8 +144,8 @@ def prepare_linear(
 ) -> LinearWeight:
     """A LinearWeight of weight [n, k] and bias [n]; plain weights are kept without a copy.
 
-    prepack: lay the weight out once (a copy) for oneDNN or for our kernel of bf16, where one runs
-    it on a CPU; elsewhere the plain weight is kept.
+    prepack: lay the weight out once (a copy) for oneDNN or for our kernel, where one runs it on a
+    CPU; elsewhere the plain weight is kept.
     batch_invariant: as of LinearWeight; on a GPU with the native kernels.
     """
     require_tensor("weight", weight, shape=(None, None))
@@ -165,8 +167,8 @@ def prepare_linear(
 
 def prepack_linear(w: LinearWeight) -> LinearWeight:
     """A plain weight laid out (a copy) for the kernel that runs it on a CPU; elsewhere itself."""
-    if w.backend.run is _run_bf16:
-        return replace(w, weight=pack_bf16_weight(w.weight.detach()), is_prepacked=True)
+    if w.backend.run is _run_panels:
+        return replace(w, weight=pack_weight(w.weight.detach()), is_prepacked=True)
     if w.backend.run is _run_onednn:
         dense = w.weight.detach().contiguous()
         packed = torch.ops.mkldnn._reorder_linear_weight(dense, _PREPACK_ROWS)
@@ -354,7 +356,7 @@ def _takes_onednn(
     device: torch.device, layout: str, dtype: torch.dtype, has_kernel: bool, batch_invariant: bool
 ) -> bool:
     if layout == "plain":
-        is_ours = dtype == torch.bfloat16 and _runs_bf16_kernel(batch_invariant)
+        is_ours = _runs_cpu_kernel(dtype, batch_invariant)
         return device.type == "cpu" and _has_onednn(dtype) and not is_ours
     return layout == "oneDNN's"
 
@@ -371,18 +373,19 @@ def _run_onednn(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor
     return d if residual is None else d.add_(residual)
 
 
-def _takes_bf16(
+def _takes_panels(
     device: torch.device, layout: str, dtype: torch.dtype, has_kernel: bool, batch_invariant: bool
 ) -> bool:
     if layout == "plain":
-        is_bf16 = device.type == "cpu" and dtype == torch.bfloat16
-        return is_bf16 and _runs_bf16_kernel(batch_invariant)
+        return device.type == "cpu" and _runs_cpu_kernel(dtype, batch_invariant)
     return layout == "panels"
 
 
-@LINEAR.register("native", "cpu", takes=_takes_bf16)
-def _run_bf16(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
-    run = torch.ops.bytetx.bf16_linear if torch.compiler.is_compiling() else bf16_linear
+@LINEAR.register("native", "cpu", takes=_takes_panels)
+def _run_panels(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
+    run = _CPU_KERNELS[w.dtype]
+    if torch.compiler.is_compiling():
+        run = getattr(torch.ops.bytetx, run.__name__)
     weight = w.weight if w.is_prepacked else w.weight.contiguous()
     index = ACTIVATIONS.index(activation)
     bias = None if w.bias is None else w.bias.contiguous()
@@ -431,11 +434,8 @@ def _has_kernel(weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def has_invariant_f32() -> bool:
-    """Whether a row of float32 has its bits in any batch on this CPU.
-
-    On ARM oneDNN hands plain products to ACL, which chooses by rows.
-    """
-    return not _is_arm()
+    """Whether batch-invariant layers of float32 run on this CPU."""
+    return _runs_f32_kernel(True) or not _is_arm()
 
 
 def has_invariant_bf16() -> bool:
@@ -448,14 +448,26 @@ def has_fixed_bf16() -> bool:
     return _runs_bf16_kernel(False) or (has_cpu_bf16() and not _chooses_bf16_by_rows())
 
 
+def _runs_cpu_kernel(dtype: torch.dtype, batch_invariant: bool) -> bool:
+    """Whether our kernel runs layers of dtype on this CPU, where oneDNN could, too."""
+    kinds = {torch.float32: _runs_f32_kernel, torch.bfloat16: _runs_bf16_kernel}
+    return dtype in kinds and kinds[dtype](batch_invariant)
+
+
+@native.cached_lookup
+def _runs_f32_kernel(batch_invariant: bool) -> bool:
+    """On ARM oneDNN hands plain products to ACL, whose order of sums depends on the rows."""
+    return batch_invariant and _is_arm() and why_no_panels() is None
+
+
 @native.cached_lookup
 def _runs_bf16_kernel(batch_invariant: bool) -> bool:
-    """Whether our kernel runs layers of bf16 on this CPU, where oneDNN could, too.
+    """oneDNN's results depend neither on the number of rows nor on that of threads with AVX-512
+    bf16 alone.
 
-    oneDNN's results depend neither on the number of rows nor on that of threads with AVX-512 bf16
-    alone. With AVX-512 it splits k among many threads for few rows; with AMX, and on ARM with bf16,
-    it chooses by rows and threads between kernels that sum in other orders, but they are several
-    times faster.
+    With AVX-512 it splits k among many threads for few rows; with AMX, and on ARM with bf16, it
+    chooses by rows and threads between kernels that sum in other orders, but they are several times
+    faster.
     """
     if why_no_bf16_linear() is not None:
         return False

@@ -10,9 +10,15 @@ import torch
 
 from bytetx.ops.linear import LinearWeight, has_fixed_bf16
 from bytetx.ops.native_params import PanelMatrix
-from bytetx.ops.panel_linear import BF16_DOT, WORDS, has_bf16_dot, panel_linear, why_no_panels
+from bytetx.ops.panel_linear import (
+    BF16_DOT,
+    WORDS,
+    has_bf16_dot,
+    our_panels,
+    panel_linear,
+    why_no_panels,
+)
 
-_OUR_COLUMNS = 32  # as pack_bf16_weight lays them out
 # What oneDNN has: outputs of a panel, features of a chain of sums (0: all), and those that a panel
 # may have behind the weight's, exclusive.
 _COLUMNS = (64, 48, 32, 16)
@@ -53,10 +59,8 @@ class PanelFinder:
             return None
         if w.bias is not None and not w.bias.is_contiguous():
             return None
-        if w.weight.dtype == torch.int32:  # pack_bf16_weight's
-            even = w.k + w.k % 2
-            layout = _PanelLayout(even, _OUR_COLUMNS, chain=even, format=WORDS)
-            return layout.of(w, w.weight.data_ptr())
+        if w.weight.dtype == torch.int32:  # pack_weight's
+            return our_panels(w.weight, w.bias, n=w.n, k=w.k, dtype=w.dtype)
         key = (w.n, w.k, w.dtype, w.bias is None)
         if key not in self._found:
             self._found[key] = _try_layouts(w)

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +19,12 @@ from bytetx.model import Model
 from bytetx.nn import batch_invariance
 from bytetx.nn import sentence_modules as modules
 from bytetx.nn.batch_invariance import invariant_modules
+from bytetx.ops import linear, native
 from bytetx.ops.int8_linear import why_no_int8_linear
 from bytetx.ops.linear import has_invariant_bf16, prepare_linear
 from bytetx.ops.linear_plan import gating_tilings, plan_invariant, tilings
 from bytetx.ops.paged import paged_attention
+from bytetx.ops.panel_linear import why_no_panels
 from bytetx.sampling_params import SamplingParams
 
 LONGEST = 300  # tokens of a text: several tiles of attention and of GEMMs
@@ -222,11 +225,38 @@ def test_half_types_of_a_cpu_that_cannot_promise_it(
             load(folder, "cpu", "bfloat16")
 
 
+@pytest.fixture
+def choosing_onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has products of float32 choose by rows, as on ARM; there nothing changes."""
+    monkeypatch.setattr(linear, "_is_arm", lambda: True)
+    native.forget_lookups()
+    yield
+    monkeypatch.undo()
+    native.forget_lookups()
+
+
+@pytest.mark.usefixtures("choosing_onednn")
+@pytest.mark.skipif(why_no_panels() is not None, reason=f"{why_no_panels()}")
+def test_float32_by_our_kernel_where_products_of_onednn_choose_by_rows(tmp_path: Path) -> None:
+    parts = [Pooling(48, "mean"), Dense(48, 20), Normalize()]
+    folder = save_sentence_model(tmp_path / "sentence", parts)
+    check_embed(load(folder, "cpu", "float32"), folder, "cpu", "float32")
+    for family in ("qwen3", "gpt2"):  # with a gate, and without
+        folder = save_causal(tmp_path / family, family, max_position_embeddings=LONGEST)
+        model = load(folder, "cpu", "float32")
+        check_scores(model, folder, "cpu", "float32")
+        check_generation(model)
+        kernels = {w.dense.weight.dtype for w in model.transformer.layers.weights[0].linears}
+        assert kernels == {torch.int32}
+
+
+@pytest.mark.usefixtures("choosing_onednn")
 def test_float32_is_refused_where_its_products_choose_by_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_invariance, "has_invariant_f32", lambda: False)
+    monkeypatch.setattr(linear, "why_no_panels", lambda: "it needs a CPU with AVX2 or NEON")
     monkeypatch.setattr(batch_invariance, "has_invariant_bf16", lambda: True)
+    native.forget_lookups()
     folder = save_checkpoint(tmp_path)
     with pytest.raises(OptionError, match="float32 on an ARM CPU.*; use bfloat16,"):
         load(folder, "cpu", "float32")

@@ -4,8 +4,9 @@ import cpu_kernels
 import pytest
 import torch
 
-from bytetx.ops.bf16_linear import bf16_linear, pack_bf16_weight, why_no_bf16_linear
+from bytetx.ops.bf16_linear import bf16_linear, why_no_bf16_linear
 from bytetx.ops.linear import ACTIVATIONS, linear, prepare_linear
+from bytetx.ops.panel_linear import pack_weight
 
 pytestmark = pytest.mark.skipif(
     why_no_bf16_linear() is not None, reason=f"bf16_linear: {why_no_bf16_linear()}"
@@ -34,7 +35,7 @@ def test_kernel_computes_its_formula(
 ) -> None:
     m, n, k = shape
     x, weight, bias = operands(m, n, k)
-    given = pack_bf16_weight(weight) if is_packed else weight
+    given = pack_weight(weight) if is_packed else weight
     for has_bias in (True, False):
         sums = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
         for index, activation in enumerate(ACTIVATIONS):
@@ -71,7 +72,7 @@ def test_rows_have_their_bits_in_every_number_of_rows_and_threads(isa: str) -> N
     try:
         for n, k in ((269, 49), (96, 384), (64, 1536)):
             x, weight, bias = operands(300, n, k)
-            panels = pack_bf16_weight(weight)
+            panels = pack_weight(weight)
 
             def run(rows: torch.Tensor, given: torch.Tensor, is_packed: bool) -> torch.Tensor:
                 options = {"n": n, "activation": 1, "is_packed": is_packed, "isa": isa}  # noqa: B023

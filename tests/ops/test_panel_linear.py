@@ -4,11 +4,19 @@ import cpu_kernels
 import pytest
 import torch
 
-from bytetx.ops.bf16_linear import bf16_linear, pack_bf16_weight
+from bytetx.ops.bf16_linear import bf16_linear
 from bytetx.ops.gated import BLOCK
 from bytetx.ops.linear import ACTIVATIONS, prepare_linear
 from bytetx.ops.native_params import PanelMatrix
-from bytetx.ops.panel_linear import WORDS, gate_blocks, panel_linear, why_no_panels
+from bytetx.ops.panel_linear import (
+    WORDS,
+    f32_linear,
+    gate_blocks,
+    our_panels,
+    pack_weight,
+    panel_linear,
+    why_no_panels,
+)
 from bytetx.ops.panels import PanelFinder
 
 pytestmark = pytest.mark.skipif(
@@ -135,11 +143,26 @@ def test_panels_of_a_prepacked_weight_give_its_bits(
 
 def test_panels_have_the_bits_of_the_kernel_for_many_rows() -> None:
     x, weight, bias = operands(30, 70, 51, torch.bfloat16)
-    packed = pack_bf16_weight(weight)
-    w = PanelMatrix(packed, bias, None, 70, 51, 52, 32, 52, WORDS)
+    packed = pack_weight(weight)
+    w = our_panels(packed, bias, n=70, k=51, dtype=torch.bfloat16)
     for index in range(len(ACTIVATIONS)):
         wanted = bf16_linear(x, packed, bias, n=70, activation=index, is_packed=True)
         assert torch.equal(panel_linear(x, w, activation=index), wanted)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 33, 7), (130, 96, 384), (7, 48, 3000)])
+def test_layers_of_float32(shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    x, weight, bias = operands(m, n, k, torch.float32)
+    packed = pack_weight(weight)
+    for index, activation in enumerate(ACTIVATIONS):
+        options = {"n": n, "activation": index}
+        got = f32_linear(x, packed, bias, is_packed=True, **options)
+        sums = x.double() @ weight.double().T + bias
+        expected = cpu_kernels.EXACT_ACTIVATIONS[activation](sums)
+        assert (got - expected).norm() < 1e-6 * (m * n) ** 0.5
+        assert torch.equal(got, f32_linear(x, weight, bias, is_packed=False, **options))
+        assert torch.equal(got[-1:], f32_linear(x[-1:], packed, bias, is_packed=True, **options))
 
 
 @pytest.mark.parametrize("isa", cpu_kernels.VECTOR_ISAS)
