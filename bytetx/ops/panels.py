@@ -4,8 +4,9 @@ A row keeps the bits that it has in the kernel that runs many rows: oneDNN's lay
 sums are found by trying, and a weight of which they are others has no panels.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from bytetx.ops.linear import LinearWeight, has_fixed_bf16
@@ -24,7 +25,8 @@ from bytetx.ops.panel_linear import (
 _COLUMNS = (64, 48, 32, 16)
 _CHAINS = (0, 1024, 512, 2048, 256, 4096)
 _PADDING = 64
-_TRIED_ROWS = 3
+_TRIED_ROWS = 64
+_LARGE_EXPONENT = 20  # a large product's: sums of about 1 lose what a rounding to bf16 leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,36 @@ class PanelFinder:
 
 def _try_layouts(w: LinearWeight) -> _PanelLayout | None:
     """The layout with which our kernel gives what oneDNN does, bit for bit where that has bits."""
+    has_bits = w.dtype == torch.float32 or has_fixed_bf16()
     x = torch.randn(_TRIED_ROWS, w.k, generator=torch.Generator().manual_seed(0)).to(w.dtype)
+    if has_bits:
+        x = _show_order(x, w)
     wanted = w.matmul(x)
-    is_fixed = w.dtype == torch.float32 or has_fixed_bf16()
     for layout in _layouts(w):
         got = panel_linear(x, layout.of(w, torch.ops.mkldnn.data_ptr(w.weight)))
-        if torch.equal(got, wanted) or (not is_fixed and _is_close(got, wanted)):
+        if torch.equal(got, wanted) if has_bits else _is_close(got, wanted):
             return layout
     return None
+
+
+def _show_order(x: torch.Tensor, w: LinearWeight) -> torch.Tensor:
+    """The rows x with two large products that cancel out in an output, which differs for a row.
+
+    What is summed between them loses its last bits, so that a result shows the order of sums
+    through a rounding to bf16, too.
+    """
+    rng = np.random.default_rng(0)
+    rows, last = np.arange(len(x)), w.k - 1
+    outputs, first = rng.integers(0, w.n, len(x)), rng.integers(0, w.k, len(x))
+    second = np.where(rows % 2, last, rng.integers(0, w.k, len(x)))
+    units = x.new_zeros(2 * len(x), w.k)
+    units[np.arange(2 * len(x)), np.concatenate((first, second))] = 1
+    no_bias = replace(w, bias=None)
+    weights = no_bias.matmul(units).view(2, len(x), w.n)[:, rows, outputs]  # they are exact
+    exponents = torch.frexp(weights[0].float() * weights[1].float()).exponent
+    scale = torch.exp2((_LARGE_EXPONENT - exponents).clamp(0, 60).float()).to(x.dtype)
+    x[rows, first], x[rows, second] = weights[1] * scale, -weights[0] * scale
+    return x
 
 
 def _layouts(w: LinearWeight) -> list[_PanelLayout]:

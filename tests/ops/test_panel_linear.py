@@ -6,7 +6,7 @@ import torch
 
 from bytetx.ops.bf16_linear import bf16_linear
 from bytetx.ops.gated import BLOCK
-from bytetx.ops.linear import ACTIVATIONS, prepare_linear
+from bytetx.ops.linear import ACTIVATIONS, has_fixed_bf16, prepare_linear
 from bytetx.ops.native_params import PanelMatrix
 from bytetx.ops.panel_linear import (
     WORDS,
@@ -121,14 +121,17 @@ def test_matrices_that_are_none_are_refused() -> None:
             panel_linear(x, w._replace(**wrong))
 
 
-@pytest.mark.parametrize("shape", [(48, 48), (576, 1536), (83, 37), (200, 1040), (33, 64)])
+# Chains of several lengths, whose order of sums a rounding to bf16 almost hides.
+@pytest.mark.parametrize(
+    "shape", [(48, 48), (576, 1536), (83, 37), (200, 1040), (33, 64), (512, 3072)]
+)
 def test_panels_of_a_prepacked_weight_give_its_bits(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     n, k = shape
     finder = PanelFinder()
     for has_bias in (True, False):
-        x, weight, bias = operands(40, n, k, dtype)
+        x, weight, bias = operands(200, n, k, dtype)
         w = prepare_linear(weight, bias if has_bias else None, prepack=True)
         found = finder.find(w)
         is_ours = w.is_prepacked and w.weight.dtype == torch.int32
@@ -136,8 +139,12 @@ def test_panels_of_a_prepacked_weight_give_its_bits(
         if found is None:  # another layout, or order of sums, than is known
             continue
         assert (found.n, found.k) == (n, k)
-        for m in (1, 2, 5, 16, 17, 40):
-            assert torch.equal(panel_linear(x[:m], found), w.matmul(x[:m])), m
+        for m in (1, 2, 5, 16, 17, 200):
+            got, wanted = panel_linear(x[:m], found), w.matmul(x[:m])
+            if is_ours or dtype == torch.float32 or has_fixed_bf16():
+                assert torch.equal(got, wanted), m
+            else:  # oneDNN's own bits depend on m
+                assert (got - wanted).norm() < 0.01 * wanted.norm()
     assert finder.find(prepare_linear(weight, bias, prepack=False)) is None
 
 
