@@ -22,15 +22,12 @@ if not Path("/dev/nvidiactl").exists():
 
 pytest_plugins = ["cli_runs", "gpu_receipt"]
 
-# A processor that is emulated is slow, and no fault.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+# Where a processor is emulated, inputs that are slowly made are no fault of the test.
 settings.register_profile(
-    "ci",
-    derandomize=True,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    "emulated", settings.get_profile("ci"), suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("ci")
+settings.load_profile(os.environ.get("BYTETX_HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
