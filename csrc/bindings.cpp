@@ -12,6 +12,7 @@
 #else
 #include "bf16_ops.h"
 #include "bindings_wordpiece.h"
+#include "coded_rows_ops.h"
 #include "cpu/isa.h"
 #include "cpu/maxsim_tiles.h"
 #include "cpu/step_block.h"
@@ -163,6 +164,9 @@ void bind_cpu(py::module_& m) {
     bind<&panel_linear_workspace_bytes>(m, "panel_linear_workspace_bytes", {"m", "k"});
     bind<&panel_linear>(m, "panel_linear");
     bind<&gate_blocks>(m, "gate_blocks");
+    bind<&round_rows>(m, "round_rows");
+    bind<&convert_rows>(m, "convert_rows");
+    bind<&stack_rows>(m, "stack_rows");
     bind_wordpiece(m);
     m.attr("why_no_cuda") = why_no_cuda();
 }

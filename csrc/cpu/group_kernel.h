@@ -463,14 +463,4 @@ inline void stage_groups(const void* x, int64_t m, int64_t k, float* rows) {
     }
 }
 
-// Declared here so that the constant, which another file names, is not file-local.
-extern const GroupKernelTable kGroupKernels;
-
-constexpr GroupKernelTable make_group_kernels() {
-    return {{stage_groups<Int8, float>, multiply_groups<Int8, float>},
-            {stage_groups<Int8, Bf16>, multiply_groups<Int8, Bf16>},
-            {stage_groups<Int4, float>, multiply_groups<Int4, float>},
-            {stage_groups<Int4, Bf16>, multiply_groups<Int4, Bf16>}};
-}
-
 }  // namespace bytetx::cpu::BYTETX_SIMD

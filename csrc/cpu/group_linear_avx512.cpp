@@ -1,4 +1,4 @@
-#include "cpu/group_kernel.h"
+#include "cpu/round_kernel.h"
 
 namespace bytetx::cpu::avx512 {
 

@@ -77,6 +77,8 @@ NamedTable find_table(Isa isa) {
     return {nullptr, nullptr};
 }
 
+}  // namespace
+
 const GroupKernelTable* find_groups(Isa isa) {
 #if defined(BYTETX_HAS_AVX512VNNI)
     if (has(isa, Isa::avx512_vnni)) return &avx512_vnni::kGroupKernels;
@@ -93,8 +95,6 @@ const GroupKernelTable* find_groups(Isa isa) {
     static_cast<void>(isa);
     return nullptr;
 }
-
-}  // namespace
 
 PanelKernels panel_kernels(Isa isa, DType dtype, PanelFormat format) {
     if (dtype == DType::f16) return {};

@@ -1,9 +1,9 @@
 // Shared by products with panels: the loops, and the kernels of each instruction set.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
+#include "coded_rows_ops.h"
 #include "panel_ops.h"
 
 namespace bytetx::cpu {
@@ -24,6 +24,10 @@ inline bool has_codes(PanelFormat format) {
     return format == PanelFormat::int8 || format == PanelFormat::int4;
 }
 
+// Bytes of a group in a row of codes, as coded_rows_ops.h says.
+constexpr int64_t kCodedBytes8 = 2 + kGroupFeatures;
+constexpr int64_t kCodedBytes4 = 4 + kGroupFeatures / 2;
+
 // 32-bit words of a row as the kernels read it: whole groups of features or, for codes, of each
 // group two words and codes of at most 16 bits, in an odd number of cache lines, so that rows are
 // not all in the same sets of a cache.
@@ -39,7 +43,8 @@ inline int64_t panel_row_words(int64_t k, PanelFormat format) {
     return has_codes(format) ? group_row_words(k) : panel_row_words(k);
 }
 inline int64_t most_row_words(int64_t k) {
-    return std::max(panel_row_words(k), group_row_words(k));
+    const int64_t plain = panel_row_words(k), codes = group_row_words(k);
+    return plain > codes ? plain : codes;
 }
 
 // act(rows @ w.T + bias) of staged rows.
@@ -67,7 +72,17 @@ struct PanelKernelTable {
 
 struct GroupKernelTable {  // without gate
     PanelKernels int8_f32, int8_bf16, int4_f32, int4_bf16;
+    // One row of numbers, or one row of a GGUF file's blocks, as coded_rows_ops.h says.
+    void (*round8_f32)(const void* x, int64_t k, uint8_t* row);
+    void (*round8_bf16)(const void* x, int64_t k, uint8_t* row);
+    void (*round4_f32)(const void* x, int64_t k, uint8_t* row);
+    void (*round4_bf16)(const void* x, int64_t k, uint8_t* row);
+    void (*convert)(const uint8_t* blocks, int64_t groups, SavedFormat format, int32_t bits,
+                    uint8_t* row);
 };
+
+// Null where the processor has none.
+const GroupKernelTable* find_groups(Isa isa);
 
 // isa: resolved.
 PanelKernels panel_kernels(Isa isa, DType dtype, PanelFormat format);
