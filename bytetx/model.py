@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,25 +20,25 @@ from bytetx.encode.model_runner import Runner
 from bytetx.errors import InputError
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
-from bytetx.generate.build import GenerationSizes
-from bytetx.generate.engine import GenerationEngine
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.adapters import Adapters
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_generation
 from bytetx.parallel.grid import Grid
-from bytetx.requests.prompts import Prompt
 from bytetx.runtime.device_memory import default_prefix_cache_bytes
 from bytetx.runtime.forking import computing
 from bytetx.tasks.adapted import adapted_call
 from bytetx.tasks.catalog import ModelTasks
 from bytetx.tasks.context import TaskContext
-from bytetx.tasks.generate import ChatOptions, GenerateOptions, ModelEngines, prompt_reader
 from bytetx.tasks.run import run_encode
-from bytetx.tasks.search import Packed, Similarity, Vectors, similarity
 from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 
 if TYPE_CHECKING:
     from bytetx.executor.torchrun import TorchrunLeader
+    from bytetx.generate.build import GenerationSizes
+    from bytetx.generate.engine import GenerationEngine
+    from bytetx.requests.prompts import Prompt
+    from bytetx.tasks.generate import ModelEngines
+    from bytetx.tasks.search import Packed, Similarity, Vectors
 
 logger = logging.getLogger("bytetx")
 
@@ -185,14 +185,12 @@ class Model(ModelTasks):
             prefix_cache_bytes=prefix_cache_bytes,
         )
         self.encoder = EncodeEngine(self._runner, token_budget=self.token_budget)
-        self.engines = ModelEngines(
-            checkpoint, token_budget=self.token_budget, cuda_graphs=cuda_graphs
-        )
 
     def close(self) -> None:
         """Ends the workers of a model loaded with tp; the model cannot be used after that."""
         self._is_closed = True
-        self.engines.idle.clear()  # their graphs hold collectives of the group
+        if "engines" in self.__dict__:
+            self.engines.idle.clear()  # their graphs hold collectives of the group
         self.checkpoint.executor.close()
 
     def add_adapter(self, name: str, path: str | Path) -> None:
@@ -261,7 +259,7 @@ class Model(ModelTasks):
     def _cutting_left(self) -> "Model":
         """The same model for texts and pairs that lose their beginning where they are truncated."""
         view = object.__new__(type(self))  # copy() would load it again, as pickle does
-        view.__dict__.update(self.__dict__)
+        view.__dict__.update(self.__dict__, engines=self.engines)
         view.context = self.context.cutting_left()
         view._routes = {name: route._cutting_left() for name, route in self._routes.items()}
         return view
@@ -298,6 +296,15 @@ class Model(ModelTasks):
             return model, adapted_call(spec, model.context, model.loras, inputs, options)
         return model, spec.start(model.context, *inputs, options)
 
+    @cached_property
+    def engines(self) -> "ModelEngines":
+        """The model's generation engines; what they need is imported when it first generates."""
+        from bytetx.tasks.generate import ModelEngines
+
+        return ModelEngines(
+            self.checkpoint, token_budget=self.token_budget, cuda_graphs=self.cuda_graphs
+        )
+
     def engine(
         self,
         *,
@@ -305,7 +312,7 @@ class Model(ModelTasks):
         max_num_seqs: int | None = None,
         num_speculative_tokens: int = 0,
         seed: int | None = None,
-    ) -> GenerationEngine:
+    ) -> "GenerationEngine":
         """A new engine with add_request, abort and step; AsyncEngine(engine) is for servers.
 
         kv_cache_tokens, max_num_seqs, num_speculative_tokens: as of `generate`.
@@ -324,8 +331,10 @@ class Model(ModelTasks):
         kv_cache_tokens: int | None = None,
         max_num_seqs: int | None = None,
         num_speculative_tokens: int = 0,
-    ) -> GenerationSizes:
+    ) -> "GenerationSizes":
         """The sizes of an engine with these options, in sequences, tokens and bytes."""
+        from bytetx.tasks.generate import GenerateOptions
+
         return self.engines.sizes(
             GenerateOptions(
                 kv_cache_tokens=kv_cache_tokens,
@@ -335,12 +344,14 @@ class Model(ModelTasks):
         )
 
     def encode_prompts(
-        self, prompts: Iterable[Prompt], *, chat_template_kwargs: Mapping[str, Any] | None = None
+        self, prompts: "Iterable[Prompt]", *, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[list[int]]:
         """Prompts as the token ids that `engine` takes; raises the first bad one's InputError.
 
         chat_template_kwargs: as of `generate`.
         """
+        from bytetx.tasks.generate import ChatOptions, prompt_reader
+
         options = ChatOptions(chat_template_kwargs=chat_template_kwargs)
         encoded, reader = [], prompt_reader(self.checkpoint, options)
         for token_ids in reader.read(list(check_iterable("prompts", prompts))):
@@ -349,16 +360,18 @@ class Model(ModelTasks):
             encoded.append(token_ids)
         return encoded
 
-    def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
+    def similarity(self, a: "Vectors | Packed", b: "Vectors | Packed") -> torch.Tensor:
         """f32 [len(a), len(b)]: bytetx.similarity with the function that the checkpoint names.
 
         A checkpoint that names none: cosine; dot where it is a sparse encoder, and maxsim where it
         is a multi-vector model.
         """
+        from bytetx.tasks.search import similarity
+
         return similarity(a, b, function=self.similarity_function)
 
     @property
-    def similarity_function(self) -> Similarity:
+    def similarity_function(self) -> "Similarity":
         """One of bytetx.tasks.search.SIMILARITIES, for bytetx.similarity and semantic_search."""
         sentence = self.checkpoint.sentence
         if sentence.multi_vector is not None:

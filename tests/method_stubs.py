@@ -15,7 +15,7 @@ import numpy.typing as npt
 import bytetx.tasks.catalog
 from bytetx.errors import InputError
 from bytetx.tasks.results import Results, Stream
-from bytetx.tasks.task import TASKS, TaskSpec
+from bytetx.tasks.task import TaskSpec
 
 STUB = Path(bytetx.tasks.catalog.__file__).with_name("methods.pyi")
 HEAD = '''\
@@ -63,7 +63,7 @@ class Names:
 def stub() -> str:
     """The text of methods.pyi."""
     names = Names()
-    specs = TASKS.values()
+    specs = bytetx.tasks.catalog.declared_tasks().values()
     model = [line for spec in specs for line in _methods(spec, names, is_async=False)]
     others = [
         line

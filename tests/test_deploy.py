@@ -11,7 +11,7 @@ import typer
 from paths import ROOT
 
 from benchmarks.cli import app as benchmarks_app
-from bytetx.cli.commands import app
+from bytetx.cli.commands import all_commands
 
 PAGES = [ROOT / "README.md", ROOT / "Dockerfile", *sorted((ROOT / "docs").rglob("*.md"))]
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
@@ -24,7 +24,10 @@ def options(command: click.Command) -> Iterator[str]:
         yield from options(inner)
 
 
-KNOWN = {*options(typer.main.get_command(app)), *options(typer.main.get_command(benchmarks_app))}
+KNOWN = {
+    *options(typer.main.get_command(all_commands())),
+    *options(typer.main.get_command(benchmarks_app)),
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

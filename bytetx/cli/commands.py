@@ -5,15 +5,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from bytetx import __version__
 from bytetx.arguments import MAX_DRAFT
-from bytetx.cli.bench import app as bench_app
 from bytetx.cli.files.options import (
     DTYPE_HELP,
     FAMILIES_HELP,
@@ -21,8 +20,6 @@ from bytetx.cli.files.options import (
     JobOptions,
     with_job_options,
 )
-from bytetx.cli.plan import plan
-from bytetx.cli.serve import serve
 from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError, shown
 
 if TYPE_CHECKING:
@@ -38,9 +35,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench_app)
-app.command()(plan)
-app.command()(serve)
 
 TopK = Annotated[int | None, typer.Option(min=1, help="Best answers to keep.", show_default=False)]
 NamedTask = Annotated[
@@ -96,10 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
     try:
         with _torchrun(arguments) as ranks:
-            sys.exit(
-                app(arguments or ["--help"], prog_name="bytetx", standalone_mode=False, obj=ranks)
-                or 0
-            )
+            run = _named(arguments)
+            given = arguments or ["--help"]
+            sys.exit(run(given, prog_name="bytetx", standalone_mode=False, obj=ranks) or 0)
     except CommandError as error:
         if error.format_message():  # a group of commands alone prints its help and has none
             _print_error(error.format_message())
@@ -109,6 +102,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2 if isinstance(error, OptionError) else 1)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+
+
+def _named(arguments: Sequence[str]) -> typer.Typer:
+    """The app with the command that the arguments begin with, alone; all where it has none such.
+
+    Typer reads the options of all commands of an app, which takes longer than those of one.
+    """
+    own = [
+        info
+        for info in app.registered_commands
+        if info.callback is not None and arguments
+        if arguments[0] == info.callback.__name__.replace("_", "-")
+    ]
+    if not own:
+        return all_commands()
+    single = copy(app)
+    single.registered_commands, single.registered_groups = own, []
+    return single
+
+
+@cache
+def all_commands() -> typer.Typer:
+    """The app with bench, plan and serve, too, whose imports no other command needs."""
+    from bytetx.cli.bench import app as bench_app
+    from bytetx.cli.plan import plan
+    from bytetx.cli.serve import serve
+
+    app.add_typer(bench_app)
+    app.command()(plan)
+    app.command()(serve)
+    return app
 
 
 @contextmanager
@@ -157,6 +181,9 @@ def _check_prompt(prompt: str | None, prompt_name: str | None) -> None:
 
 
 def _print_error(message: str) -> None:
+    from rich.console import Console  # imported late, as all that a quick command may not need
+    from rich.text import Text
+
     line = Text.assemble(("error: ", "bold red"), message.replace("\n", " "))
     with suppress(OSError):  # a stderr that is full changes no exit code
         Console(stderr=True).print(line, soft_wrap=True)
@@ -572,6 +599,8 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
     """The kernels of each operation on this machine, and a checkpoint's sizes and heads."""
+    from rich.console import Console
+
     from bytetx.cli.report import checkpoint_report, machine_report, print_report
     from bytetx.nn.loading import check_placement
 

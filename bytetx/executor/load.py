@@ -21,8 +21,6 @@ from bytetx.nn.loading import (
 )
 from bytetx.nn.quantization import WEIGHT_FORMATS
 from bytetx.parallel.grid import Grid, parse_grid
-from bytetx.parallel.planner.plan import plan
-from bytetx.parallel.planner.shapes import shape_of
 
 if TYPE_CHECKING:
     from bytetx.executor.torchrun import TorchrunLeader
@@ -111,6 +109,9 @@ def _planned_grid(
 
     Of a causal model it plans for a token of output for each of the input.
     """
+    from bytetx.parallel.planner.plan import plan
+    from bytetx.parallel.planner.shapes import shape_of
+
     placed = resolve_device(device)
     num_gpus = torch.cuda.device_count() if placed.type == "cuda" else 1
     size = num_gpus if isinstance(tp, int) else tp.size

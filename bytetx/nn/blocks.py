@@ -1,14 +1,16 @@
 """Blocks: a process's part of all layers, and the rows of each of its passes."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.layer import LayerWeights, LocalRows, Rows
-from bytetx.nn.weight_gather import WeightGather
-from bytetx.parallel.layout import ModelShard
+
+if TYPE_CHECKING:  # what only processes that share a model import
+    from bytetx.nn.weight_gather import WeightGather
+    from bytetx.parallel.layout import ModelShard
 
 
 class Blocks(Protocol):
@@ -26,7 +28,7 @@ class Blocks(Protocol):
     def num_kv_heads(self) -> int: ...
 
     @property
-    def shard(self) -> ModelShard | None: ...
+    def shard(self) -> "ModelShard | None": ...
 
     @property
     def is_capturable(self) -> bool: ...
@@ -35,7 +37,7 @@ class Blocks(Protocol):
     def hidden(self) -> range | None: ...
 
     @property
-    def weight_gather(self) -> WeightGather | None: ...
+    def weight_gather(self) -> "WeightGather | None": ...
 
     def sync_kernel_support(self, layers: Iterable[LayerWeights]) -> None:
         """Once all ranks have loaded: kernels that wait for all ranks run on all, or on none.
@@ -56,10 +58,10 @@ class Blocks(Protocol):
 class LocalBlocks(LocalRows):
     """Blocks of a whole model, which are the rows of its passes as well."""
 
-    shard: ModelShard | None = None
+    shard: "ModelShard | None" = None
     is_capturable = True
     hidden: range | None = None
-    weight_gather: WeightGather | None = None
+    weight_gather: "WeightGather | None" = None
 
     def __init__(self, spec: ModelSpec):
         self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads

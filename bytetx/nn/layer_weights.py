@@ -1,6 +1,7 @@
 """A model's layers from named tensors, all of them or the shard of one rank."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,13 +23,15 @@ from bytetx.nn.quantization import weight_format
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader
-from bytetx.nn.weight_gather import LayerShard
 from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight, prepack_linear
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import ModelShard, features
+
+if TYPE_CHECKING:  # it imports what only processes that share a model need
+    from bytetx.nn.weight_gather import LayerShard
 
 # Weight and bias of a linear layer.
 _Tensors = tuple[torch.Tensor, torch.Tensor | None]

@@ -70,10 +70,11 @@ def load_installed(
     """The module from another folder named bytetx on the path, if it was compiled from the
     sources beside `package`.  found: modules to look at before."""
     missing = _missing(name, package)
-    expected = _expected_hash(package)
+    candidates = (*found, *_installed(name, package, search_path))
+    expected = _expected_hash(package) if candidates else None
     if expected is None:
         return missing
-    for spec in (*found, *_installed(name, package, search_path)):
+    for spec in candidates:
         path = Path(spec.origin or "")
         # Asked of the file: a module of other sources is not even loaded.
         if expected.encode() in path.read_bytes():

@@ -30,6 +30,7 @@ from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
 from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
+from bytetx.tasks.catalog import declared_tasks
 from bytetx.tasks.document_questions import asks_about_documents
 from bytetx.tasks.embed_group import is_small
 from bytetx.tasks.generation_stream import PromptGroup
@@ -37,7 +38,6 @@ from bytetx.tasks.rerank import reranks_by_logits
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.run import forward
 from bytetx.tasks.search import similarity as similarity_of
-from bytetx.tasks.task import TASKS as DECLARED
 from bytetx.tasks.task import TaskOptions, TaskSpec
 
 logger = logging.getLogger("bytetx.serve")
@@ -63,7 +63,9 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         "decide": asks_about_documents(model.context),
         "tokenize": model.tokenizer is not None,
     }
-    can |= {spec.name: _is_able(spec, model) for spec in DECLARED.values() if spec.has_route}
+    can |= {
+        spec.name: _is_able(spec, model) for spec in declared_tasks().values() if spec.has_route
+    }
     if sentence.logit_score is not None:
         main = "rerank"
     elif has_lm and not sentence.modules:
@@ -450,7 +452,7 @@ async def _decide(served: ServedModel, call: Call) -> Outcome:
 
 async def _declared(served: ServedModel, call: Call) -> Outcome:
     """rows: the result of each text, dataclasses as tables"""
-    spec = DECLARED[call.options["name"]]
+    spec = declared_tasks()[call.options["name"]]
     options = _checked_options(spec, call.options["given"])
     results = await getattr(served.model, spec.name)(call.inputs, **options)
     return Outcome(_timings(results.stats), await asyncio.to_thread(_as_json, list(results)))

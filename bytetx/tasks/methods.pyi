@@ -28,66 +28,6 @@ from bytetx.tasks.vectors import SparseEmbeddings, SparseVector, TokenEmbeddings
 
 class ModelTasks:
     @overload
-    def classify(
-        self,
-        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
-        *,
-        overflow: Literal["error", "truncate", "chunk"] | None = None,
-        stride: int = 0,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["raise"] = ...,
-        truncate: bool = False,
-        stream: Literal[False] = ...,
-        show_progress: bool = False,
-    ) -> Results[list[Label]]: ...
-    @overload
-    def classify(
-        self,
-        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
-        *,
-        overflow: Literal["error", "truncate", "chunk"] | None = None,
-        stride: int = 0,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["return"],
-        truncate: bool = False,
-        stream: Literal[False] = ...,
-        show_progress: bool = False,
-    ) -> Results[list[Label] | InputError]: ...
-    @overload
-    def classify(
-        self,
-        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
-        *,
-        overflow: Literal["error", "truncate", "chunk"] | None = None,
-        stride: int = 0,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["raise"] = ...,
-        truncate: bool = False,
-        stream: Literal[True],
-        show_progress: bool = False,
-    ) -> Stream[list[Label]]: ...
-    @overload
-    def classify(
-        self,
-        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
-        *,
-        overflow: Literal["error", "truncate", "chunk"] | None = None,
-        stride: int = 0,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["return"],
-        truncate: bool = False,
-        stream: Literal[True],
-        show_progress: bool = False,
-    ) -> Stream[list[Label] | InputError]: ...
-    @overload
     def answer(
         self,
         texts: Iterable[tuple[str, str]],
@@ -151,6 +91,66 @@ class ModelTasks:
         stream: Literal[True],
         show_progress: bool = False,
     ) -> Stream[list[Answer] | InputError]: ...
+    @overload
+    def classify(
+        self,
+        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
+        *,
+        overflow: Literal["error", "truncate", "chunk"] | None = None,
+        stride: int = 0,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise"] = ...,
+        truncate: bool = False,
+        stream: Literal[False] = ...,
+        show_progress: bool = False,
+    ) -> Results[list[Label]]: ...
+    @overload
+    def classify(
+        self,
+        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
+        *,
+        overflow: Literal["error", "truncate", "chunk"] | None = None,
+        stride: int = 0,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["return"],
+        truncate: bool = False,
+        stream: Literal[False] = ...,
+        show_progress: bool = False,
+    ) -> Results[list[Label] | InputError]: ...
+    @overload
+    def classify(
+        self,
+        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
+        *,
+        overflow: Literal["error", "truncate", "chunk"] | None = None,
+        stride: int = 0,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise"] = ...,
+        truncate: bool = False,
+        stream: Literal[True],
+        show_progress: bool = False,
+    ) -> Stream[list[Label]]: ...
+    @overload
+    def classify(
+        self,
+        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
+        *,
+        overflow: Literal["error", "truncate", "chunk"] | None = None,
+        stride: int = 0,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["return"],
+        truncate: bool = False,
+        stream: Literal[True],
+        show_progress: bool = False,
+    ) -> Stream[list[Label] | InputError]: ...
     @overload
     def decide(
         self,
@@ -258,6 +258,53 @@ class ModelTasks:
         stream: Literal[True],
         show_progress: bool = False,
     ) -> Stream[ndarray | InputError]: ...
+    def embed_all(
+        self,
+        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
+        *,
+        task: str | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise", "return"] = ...,
+        truncate: bool = False,
+        show_progress: bool = False,
+    ) -> AllEmbeddings: ...
+    def embed_chunks(
+        self,
+        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
+        *,
+        dimensions: int | None = None,
+        pooling: str | Sequence[str] | None = None,
+        normalize: bool | None = None,
+        precision: Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"] = "float32",
+        ranges: ArrayLike | None = None,
+        task: str | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        stride: int = 0,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise", "return"] = ...,
+        show_progress: bool = False,
+    ) -> TokenEmbeddings: ...
+    def embed_spans(
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Sequence[tuple[int, int]]],
+        *,
+        dimensions: int | None = None,
+        pooling: str | Sequence[str] = "mean",
+        normalize: bool | None = None,
+        precision: Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"] = "float32",
+        ranges: ArrayLike | None = None,
+        task: str | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise", "return"] = ...,
+        truncate: bool = False,
+        show_progress: bool = False,
+    ) -> TokenEmbeddings: ...
     @overload
     def embed_sparse(
         self,
@@ -354,53 +401,6 @@ class ModelTasks:
         stream: Literal[True],
         show_progress: bool = False,
     ) -> Stream[ndarray | InputError]: ...
-    def embed_all(
-        self,
-        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
-        *,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["raise", "return"] = ...,
-        truncate: bool = False,
-        show_progress: bool = False,
-    ) -> AllEmbeddings: ...
-    def embed_chunks(
-        self,
-        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
-        *,
-        dimensions: int | None = None,
-        pooling: str | Sequence[str] | None = None,
-        normalize: bool | None = None,
-        precision: Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"] = "float32",
-        ranges: ArrayLike | None = None,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        stride: int = 0,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["raise", "return"] = ...,
-        show_progress: bool = False,
-    ) -> TokenEmbeddings: ...
-    def embed_spans(
-        self,
-        texts: Sequence[str],
-        spans: Sequence[Sequence[tuple[int, int]]],
-        *,
-        dimensions: int | None = None,
-        pooling: str | Sequence[str] = "mean",
-        normalize: bool | None = None,
-        precision: Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"] = "float32",
-        ranges: ArrayLike | None = None,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["raise", "return"] = ...,
-        truncate: bool = False,
-        show_progress: bool = False,
-    ) -> TokenEmbeddings: ...
     @overload
     def fill_mask(
         self,
@@ -697,36 +697,6 @@ class ModelTasks:
 
 class AsyncModelTasks:
     @overload
-    async def classify(
-        self,
-        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
-        *,
-        overflow: Literal["error", "truncate", "chunk"] | None = None,
-        stride: int = 0,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["raise"] = ...,
-        truncate: bool = False,
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Results[list[Label]]: ...
-    @overload
-    async def classify(
-        self,
-        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
-        *,
-        overflow: Literal["error", "truncate", "chunk"] | None = None,
-        stride: int = 0,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["return"],
-        truncate: bool = False,
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> Results[list[Label] | InputError]: ...
-    @overload
     async def answer(
         self,
         texts: Iterable[tuple[str, str]],
@@ -758,6 +728,36 @@ class AsyncModelTasks:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Results[list[Answer] | InputError]: ...
+    @overload
+    async def classify(
+        self,
+        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
+        *,
+        overflow: Literal["error", "truncate", "chunk"] | None = None,
+        stride: int = 0,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise"] = ...,
+        truncate: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[list[Label]]: ...
+    @overload
+    async def classify(
+        self,
+        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
+        *,
+        overflow: Literal["error", "truncate", "chunk"] | None = None,
+        stride: int = 0,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["return"],
+        truncate: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[list[Label] | InputError]: ...
     @overload
     async def decide(
         self,
@@ -800,36 +800,6 @@ class AsyncModelTasks:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Embeddings: ...
-    async def embed_sparse(
-        self,
-        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
-        *,
-        task: str | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        max_active_dims: int | None = None,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["raise", "return"] = ...,
-        truncate: bool = False,
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> SparseEmbeddings: ...
-    async def embed_tokens(
-        self,
-        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
-        *,
-        task: Literal["query", "document"] = "document",
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        normalize: bool | None = None,
-        precision: Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"] = "float32",
-        ranges: ArrayLike | None = None,
-        adapter: str | Sequence[str | None] | None = None,
-        on_error: Literal["raise", "return"] = ...,
-        truncate: bool = False,
-        priority: int = 0,
-        timeout_s: float | None = None,
-    ) -> TokenEmbeddings: ...
     async def embed_all(
         self,
         texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
@@ -874,6 +844,36 @@ class AsyncModelTasks:
         task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise", "return"] = ...,
+        truncate: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> TokenEmbeddings: ...
+    async def embed_sparse(
+        self,
+        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
+        *,
+        task: str | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        max_active_dims: int | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise", "return"] = ...,
+        truncate: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> SparseEmbeddings: ...
+    async def embed_tokens(
+        self,
+        texts: Iterable[str | tuple[str, str] | Sequence[int] | ndarray],
+        *,
+        task: Literal["query", "document"] = "document",
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        normalize: bool | None = None,
+        precision: Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"] = "float32",
+        ranges: ArrayLike | None = None,
         adapter: str | Sequence[str | None] | None = None,
         on_error: Literal["raise", "return"] = ...,
         truncate: bool = False,

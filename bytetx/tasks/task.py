@@ -202,7 +202,7 @@ class TaskSpec:
             raise
 
 
-# The declared tasks, by name.
+# The tasks whose modules are imported, by name; catalog.declared_tasks has all.
 TASKS: dict[str, TaskSpec] = {}
 
 

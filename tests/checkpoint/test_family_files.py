@@ -25,7 +25,7 @@ from bytetx import SamplingParams, load, plan, unwrap, wrap
 from bytetx.checkpoint import families, family
 from bytetx.checkpoint.families import Families, Family, read_families
 from bytetx.checkpoint.spec import build_spec
-from bytetx.cli.commands import app
+from bytetx.cli.commands import all_commands
 from bytetx.errors import CheckpointError, OptionError
 from bytetx.hf import FallbackWarning
 from bytetx.parallel.planner.simulate import MIXED, simulate_year
@@ -175,7 +175,7 @@ def test_the_planner_takes_a_new_family(own: Path, bert: Path, renamed: Path) ->
     year = simulate_year(renamed, families=own, gpus=16, classes=classes)
     assert year.texts == simulate_year(bert, gpus=16, classes=classes).texts
     args = ["plan", "--model", str(renamed), "--gpus", "2"]
-    assert CliRunner().invoke(app, [*args, "--families", str(own)]).exit_code == 0
+    assert CliRunner().invoke(all_commands(), [*args, "--families", str(own)]).exit_code == 0
     with pytest.raises(CheckpointError, match="has model_type 'own'; bytetx knows: albert"):
         plan(renamed, gpus=2)
     for model in (renamed, "bert-base"):

@@ -3,11 +3,10 @@
 import pytest
 import typer.main
 
-import bytetx.tasks.catalog  # noqa: F401  (declares the tasks)
-from bytetx.cli.commands import app
+from bytetx.cli.commands import all_commands
 from bytetx.cli.files.options import JobOptions
 from bytetx.sampling_params import SamplingParams
-from bytetx.tasks.task import TASKS
+from bytetx.tasks.catalog import declared_tasks
 
 COMMANDS = ("embed", "embed_sparse", "embed_tokens", "classify", "tag", "answer", "fill_mask")
 COMMANDS += ("score", "decide", "rerank", "generate")
@@ -21,10 +20,10 @@ INPUTS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_has_the_options_of_its_task(name: str) -> None:
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(all_commands())
     command = group.commands[name.replace("_", "-")]  # type: ignore[attr-defined]
     common = set(JobOptions.__dataclass_fields__) | INPUTS.get(name, set())
     own = {one.name: one.default for one in command.params if one.name not in common | {"help"}}
-    declared = {option: entry.default for option, entry in TASKS[name].fields.items()}
+    declared = {option: entry.default for option, entry in declared_tasks()[name].fields.items()}
     assert own.keys() <= declared.keys()
     assert own == {option: declared[option] for option in own}

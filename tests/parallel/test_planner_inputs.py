@@ -12,7 +12,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from typer.testing import CliRunner
 
 from bytetx.cli.calibrate import calibrate_to_file
-from bytetx.cli.commands import app
+from bytetx.cli.commands import all_commands
 from bytetx.errors import InputError, OptionError
 from bytetx.executor.load import load_ranks
 from bytetx.parallel.grid import Grid
@@ -126,7 +126,9 @@ def test_the_prefill_gives_the_first_token() -> None:
 @pytest.mark.parametrize("options", [["--explain", "z2"], ["--year"]])
 def test_json_was_ignored(options: Sequence[str]) -> None:
     gpus = ["--gpus", "200"] if options == ["--year"] else ["--gpus", "2"]
-    shown = CliRunner().invoke(app, ["plan", "-m", "bert-large", "--json", *gpus, *options])
+    shown = CliRunner().invoke(
+        all_commands(), ["plan", "-m", "bert-large", "--json", *gpus, *options]
+    )
     assert shown.exit_code == 0
     found = json.loads(shown.stdout)
     assert found["classes"] if options == ["--year"] else found["prefill"]["transfers"]
