@@ -25,6 +25,7 @@ from bytetx.cli.files.resume import (
     side_files_identity,
     skip_done,
 )
+from bytetx.cli.files.start import started
 from bytetx.cli.files.tasks import JobTask, is_unicode
 from bytetx.cli.files.terminal import JobBar, closing_line, tell, waiting
 from bytetx.cli.files.writer import (
@@ -244,6 +245,7 @@ def _run_job(
     with waiting(console, f"loading {options.model or 'all-MiniLM-L6-v2, the demo checkpoint'}"):
         model = _load(options, folder, task)
         run, encoder = task.open(model, suffix)
+    started()
     if task.describe is not None:
         tell(console, task.describe(model))
     if lock is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bytetx.cli.files.start import starting
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 
 if TYPE_CHECKING:
@@ -237,7 +238,8 @@ def with_job_options(function: Callable[..., None]) -> Callable[..., None]:
     def command(context: typer.Context, **values: Any) -> None:
         given = {parameter.name: values.pop(parameter.name) for parameter in shared}
         options = JobOptions(**given, ranks=context.obj)
-        function(options, **values)
+        with starting():
+            function(options, **values)
 
     command.__signature__ = Signature([context, shared[0], *own, *shared[1:]])  # type: ignore[attr-defined]
     return command
