@@ -26,6 +26,8 @@ enum class Isa : int {
     neon_dotprod = 64,
     neon_i8mm = 128,
     neon_bf16 = 256,
+    amx_int8 = 512,  // tiles, with AVX-512 VNNI and bf16
+    amx_bf16 = 1024,
 };
 
 // Where an op runs. cuda/ reads device and stream, cpu/ reads num_threads and isa.

@@ -17,6 +17,11 @@
 namespace bytetx {
 
 namespace cpu {
+#if defined(BYTETX_HAS_AMXINT8)
+namespace amx_int8 {
+extern const Int8Kernel kInt8Kernel;
+}
+#endif
 #if defined(BYTETX_HAS_AVX512VNNI)
 namespace avx512_vnni {
 extern const Int8Kernel kInt8Kernel;
@@ -46,13 +51,15 @@ extern const Int8Kernel kInt8Kernel;
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kMaxWordBytes = 2;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Bytes of a thread's rounded rows, whole cache lines, and of what is known of each.
+int64_t rows_offset(int64_t k) { return ceil_div(rounded_bytes(k), kCacheLine) * kCacheLine; }
+
 int64_t slot_bytes(int64_t k) {
-    const int64_t row_bytes = padded_features(k) * kMaxWordBytes + int64_t{sizeof(QuantizedRow)};
-    return ceil_div(kInt8Rows * row_bytes, kCacheLine) * kCacheLine;
+    const int64_t most_rows = std::max(kInt8Rows, kMostStagedRows);
+    return rows_offset(k) + most_rows * int64_t{sizeof(QuantizedRow)};
 }
 
 struct NamedKernel {
@@ -62,6 +69,9 @@ struct NamedKernel {
 
 // isa: resolved. AVX-512 without VNNI takes AVX2's kernel.
 NamedKernel find_kernel(Isa isa) {
+#if defined(BYTETX_HAS_AMXINT8)
+    if (has(isa, Isa::amx_int8)) return {&amx_int8::kInt8Kernel, "AMX int8"};
+#endif
 #if defined(BYTETX_HAS_AVX512VNNI)
     if (has(isa, Isa::avx512_vnni)) return {&avx512_vnni::kInt8Kernel, "AVX-512 VNNI"};
 #endif
@@ -114,7 +124,7 @@ void int8_linear(const Int8LinearParams& p, const Launch& launch) {
     // Blocks that all threads get the same number of, as far as whole tiles allow it.
     const int64_t tiles = ceil_div(ceil_div(p.m, num_threads), kernel->tile_rows);
     const int64_t share = tiles * kernel->tile_rows;
-    const int64_t block_rows = std::min(share, kInt8Rows);
+    const int64_t block_rows = std::min(share, kernel->block_rows(p.k));
     const int64_t num_blocks = ceil_div(p.m, block_rows);
     const int64_t num_panels = ceil_div(p.n, kInt8Columns);
     const int64_t splits = std::clamp(num_threads / num_blocks, int64_t{1}, num_panels);
@@ -123,8 +133,7 @@ void int8_linear(const Int8LinearParams& p, const Launch& launch) {
     std::atomic<int64_t> next{0};
     parallel_for(num_slots, 1, static_cast<int32_t>(num_slots), [&](int64_t slot, int64_t) {
         auto* q = static_cast<std::byte*>(p.workspace) + slot * slot_bytes(p.k);
-        const int64_t row_bytes = padded_features(p.k) * kernel->word_bytes;
-        auto* rows = reinterpret_cast<QuantizedRow*>(q + kInt8Rows * row_bytes);
+        auto* rows = reinterpret_cast<QuantizedRow*>(q + rows_offset(p.k));
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
             const int64_t begin = task / splits * block_rows, split = task % splits;
             kernel->run(p, begin, std::min(begin + block_rows, p.m), num_panels * split / splits,

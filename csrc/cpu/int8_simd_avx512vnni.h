@@ -4,7 +4,7 @@
 #include "cpu/int8_linear.h"
 #include "cpu/simd_math.h"
 
-namespace bytetx::cpu::avx512_vnni {
+namespace bytetx::cpu::BYTETX_SIMD {
 
 // Tile: 12 rows x 32 outputs, 24 sums in registers; a step of 4 features loads two vectors of the
 // weight and one word of each row, which it broadcasts. Bound by: the two multipliers of VNNI, 128
@@ -39,6 +39,85 @@ inline void store_words(Word* q, int64_t i, Ints numbers, int64_t room) {
     _mm512_mask_cvtepi32_storeu_epi8(q + i, first_lanes(lanes), numbers.v);
 }
 
+constexpr float kInfinity = __builtin_inff();
+constexpr float kNotANumber = __builtin_nanf("");
+
+struct Range {
+    float least, most;
+};
+
+// bf16 as whole numbers of the same order, and back.
+inline __m512i ordered(__m512i bf16) {
+    const __m512i sign = _mm512_srai_epi16(bf16, 15);
+    return _mm512_xor_si512(bf16, _mm512_and_si512(sign, _mm512_set1_epi16(0x7fff)));
+}
+inline float from_ordered(int16_t x) {
+    return to_float(Bf16{static_cast<uint16_t>(x < 0 ? x ^ 0x7fff : x)});
+}
+
+inline __m512i load_pairs(const Bf16* x, int64_t room) {
+    if (room >= 32) return _mm512_loadu_si512(x);
+    return _mm512_maskz_loadu_epi16(room <= 0 ? 0 : (1u << room) - 1, x);
+}
+
+// The least unsigned number of 16 bits.
+inline uint16_t reduce_least(__m512i x) {
+    const __m256i half =
+        _mm256_min_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+    const __m128i quarter =
+        _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return static_cast<uint16_t>(_mm_cvtsi128_si32(_mm_minpos_epu16(quarter)));
+}
+
+// The least and the largest of a row's values and 0; a NaN is beyond either infinity, as NaN.
+inline Range range_of(const Bf16* x, int64_t k) {
+    __m512i low = _mm512_setzero_si512(), high = low;
+    for (int64_t i = 0; i < k; i += 32) {
+        const __m512i v = ordered(load_pairs(x + i, k - i));
+        low = _mm512_min_epi16(low, v);
+        high = _mm512_max_epi16(high, v);
+    }
+    const uint16_t least = reduce_least(_mm512_xor_si512(low, _mm512_set1_epi16(-0x8000)));
+    const uint16_t most = reduce_least(_mm512_xor_si512(high, _mm512_set1_epi16(0x7fff)));
+    return {from_ordered(static_cast<int16_t>(least ^ 0x8000)),
+            from_ordered(static_cast<int16_t>(most ^ 0x7fff))};
+}
+
+struct Bytes {
+    __m512i v;
+};
+
+// 64 features as numbers; those from `room` on are zeros.
+inline Bytes round_chunk(const Bf16* x, int64_t room, float steps, Ints zero) {
+    const __m512 factor = _mm512_set1_ps(steps);
+    const __m512i odd_half = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    const auto round_pairs = [&](__m512i pairs) {  // 8 a lane: the even ones, the odd ones
+        const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+        const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, odd_half));
+        const __m512i evens = _mm512_cvtps_epi32(_mm512_mul_ps(even, factor));
+        const __m512i odds = _mm512_cvtps_epi32(_mm512_mul_ps(odd, factor));
+        return _mm512_packs_epi32(_mm512_add_epi32(evens, zero.v), _mm512_add_epi32(odds, zero.v));
+    };
+    const __m512i first = round_pairs(load_pairs(x, room));
+    const __m512i second = round_pairs(load_pairs(x + 32, room - 32));
+    const __m512i in_turn =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15));
+    const __m512i bytes = _mm512_shuffle_epi8(_mm512_packs_epi16(first, second), in_turn);
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m512i numbers = _mm512_permutexvar_epi64(order, bytes);
+    if (room >= 64) return {numbers};
+    return {_mm512_maskz_mov_epi8(room <= 0 ? 0 : (uint64_t{1} << room) - 1, numbers)};
+}
+
+inline Ints add_bytes(Ints sums, Bytes x) {
+    return {_mm512_dpbusd_epi32(sums.v, _mm512_set1_epi8(1), x.v)};
+}
+
+inline void store_bytes(Word* q, int64_t room, Bytes x) {
+    if (room >= 64) return _mm512_storeu_si512(q, x.v);
+    _mm512_mask_storeu_epi8(q, (uint64_t{1} << room) - 1, x.v);
+}
+
 // sums[r] = kTileColumns outputs of row r, of rows q and one panel of the weight. The sums stay in
 // registers: GCC keeps an array there only where every index of it is a constant.
 template <int kRows>
@@ -66,4 +145,4 @@ inline void multiply(const Word* q, const uint8_t* weight, int64_t padded,
     }
 }
 
-}  // namespace bytetx::cpu::avx512_vnni
+}  // namespace bytetx::cpu::BYTETX_SIMD

@@ -7,6 +7,10 @@
 #include <sys/sysctl.h>
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
+#elif defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace bytetx::cpu {
@@ -43,6 +47,44 @@ Isa arm_isa() {
 }  // namespace
 #endif
 
+#if defined(__x86_64__)
+namespace {
+
+#if defined(__linux__)
+// Whether the system saves the tiles of a thread, and this process and its children may use them:
+// Linux gives each thread room for them only after it was asked to. It refuses where a thread's
+// stack for signals is too small for them.
+bool may_use_tiles() {
+    constexpr long kGetPermission = 0x1022, kRequestPermission = 0x1023, kTileData = 18;
+    constexpr unsigned kTileConfig = 17;
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx >> 27 & 1)) return false;  // OSXSAVE
+    unsigned saved, high;
+    asm("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    if (!(saved >> kTileConfig & 1) || !(saved >> kTileData & 1)) return false;
+    if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) return false;
+    uint64_t permitted = 0;
+    return syscall(SYS_arch_prctl, kGetPermission, &permitted) == 0 && (permitted >> kTileData & 1);
+}
+
+// Only beside AVX-512 with VNNI and bf16, which the kernels' other instructions are.
+Isa tile_isa() {
+    unsigned eax, ebx, ecx, edx;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return Isa::portable;
+    const bool has_bf16 = edx >> 22 & 1, has_tiles = edx >> 24 & 1, has_int8 = edx >> 25 & 1;
+    if (!has_tiles || !(has_bf16 || has_int8) || !may_use_tiles()) return Isa::portable;
+    Isa found = Isa::portable;
+    if (has_int8) found = found | Isa::amx_int8;
+    if (has_bf16) found = found | Isa::amx_bf16;
+    return found;
+}
+#else
+Isa tile_isa() { return Isa::portable; }
+#endif
+
+}  // namespace
+#endif
+
 Isa machine_isa() {
 #if defined(__x86_64__)
     static const Isa isa = [] {
@@ -58,6 +100,7 @@ Isa machine_isa() {
             if (__builtin_cpu_supports("avx512vnni")) found = found | Isa::avx512_vnni;
             if (__builtin_cpu_supports("avx512bf16")) found = found | Isa::avx512_bf16;
         }
+        if (has(found, Isa::avx512_vnni | Isa::avx512_bf16)) found = found | tile_isa();
         return found;
     }();
     return isa;
@@ -82,6 +125,8 @@ Isa resolve_isa(Isa wanted) {
 }
 
 const char* isa_name(Isa set) {
+    if (has(set, Isa::amx_bf16)) return "amx_bf16";
+    if (has(set, Isa::amx_int8)) return "amx_int8";
     if (has(set, Isa::avx512_bf16)) return "avx512_bf16";
     if (has(set, Isa::avx512_vnni)) return "avx512_vnni";
     if (has(set, Isa::avx512)) return "avx512";

@@ -119,6 +119,23 @@ inline Vec exact_gelu(Vec x) {
     return multiply_add(x, none, y_of_finite);  // NaN where x is not finite
 }
 
+// x (1 + erf(x / sqrt 2)) / 2, 4e-5 off at most above -20 and -2e-6 x below: a hundredth of what 8
+// bits of operands cost, and less than a rounding of x to bf16. The second factor is 1/2 + x
+// P(x^2), x clamped to 4.5. Without the division and the exponential of an exact erf it takes a
+// quarter of their time. P: least error of the product, fitted by weighted least squares in
+// float64.
+inline Vec fast_gelu(Vec x) {
+    const Vec near = max(broadcast(-4.5f), min(broadcast(4.5f), x));  // NaN where x is
+    const Vec square = near * near;
+    Vec y = broadcast(-1.39975238e-12f);
+    for (const float c :
+         {1.69698880e-10f, -9.19241305e-09f, 2.95858570e-07f, -6.36481445e-06f, 9.78675234e-05f,
+          -1.12265837e-03f, 9.83312540e-03f, -6.63369671e-02f, 3.98883760e-01f}) {
+        y = multiply_add(y, square, broadcast(c));
+    }
+    return x * multiply_add(near, y, broadcast(0.5f));
+}
+
 // gelu: computes it, as exactly as the caller needs.
 template <typename Gelu>
 inline Vec activate(Vec x, Activation activation, Gelu gelu) {
