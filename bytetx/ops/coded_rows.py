@@ -35,6 +35,11 @@ def row_bytes(k: int, bits: int) -> int:
     return -(-k // GROUP) * GROUP_BYTES[bits] + _FACTOR_BYTES
 
 
+def features_of(rows: Tensor, bits: int) -> int:
+    """Features of whole groups that rows of codes have."""
+    return (rows.shape[1] - _FACTOR_BYTES) // GROUP_BYTES[bits] * GROUP
+
+
 def round_rows(x: Tensor, bits: int) -> Tensor:
     """Rows of codes of numbers x, f32 or bf16 [n, k], contiguous.
 
