@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bytetx.checkpoint.saved_tensor import DecodedTensor, Part, StoredTensor
 from bytetx.checkpoint.weights import Weights
-from bytetx.ops.coded_rows import convert_rows, keeps_codes, round_rows
+from bytetx.ops.coded_rows import convert_rows, empty_rows, round_rows, takes_blocks
 
 _PIECE = 1 << 22  # weights at a time, so that their numbers are never all in memory
 
@@ -26,22 +26,29 @@ def read_coded(tensors: Mapping[str, Tensor], name: str, bits: int) -> Tensor:
     else:
         n, k = stored.shape
         read = _reader(stored)
-    make: Callable[[range], Tensor]
-    if isinstance(stored, DecodedTensor) and stored.saved_rows and keeps_codes(stored.scheme, bits):
+    write: Callable[[range, Tensor], object]
+    if (
+        isinstance(stored, DecodedTensor)
+        and stored.saved_rows
+        and takes_blocks(stored.scheme, bits)
+    ):
         saved_rows, scheme = stored.saved_rows, stored.scheme
 
-        def make(rows: range) -> Tensor:
-            return convert_rows(saved_rows(rows), scheme, k, bits)
+        def write(rows: range, out: Tensor) -> object:
+            return convert_rows(saved_rows(rows), scheme, k, bits, out=out)
     else:
 
-        def make(rows: range) -> Tensor:
+        def write(rows: range, out: Tensor) -> object:
             x = read(rows)
             is_taken = x.dtype in (torch.float32, torch.bfloat16)
-            return round_rows((x if is_taken else x.float()).contiguous(), bits)
+            return round_rows((x if is_taken else x.float()).contiguous(), bits, out=out)
 
+    coded = empty_rows(n, k, bits)
     each = max(1, _PIECE // max(k, 1))
-    pieces = [make(range(at, min(at + each, n))) for at in range(0, n, each)]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    for start in range(0, n, each):
+        rows = range(start, min(start + each, n))
+        write(rows, coded[rows.start : rows.stop])
+    return coded
 
 
 def _slices(tensor: Tensor) -> Callable[[range], Tensor]:
