@@ -240,9 +240,14 @@ inline void round_row(const void* x, int64_t k, uint8_t* row) {
     }
     const float factor = row_factor(reduce_max(most)) + reduce_sum(faults);
     round_row_of<kBits>(groups, factor, row, [&](int64_t group, float* numbers) {
-        const int64_t begin = group * kGroupFeatures;
+        const T* some = from + group * kGroupFeatures;
+        const int64_t count = k - group * kGroupFeatures;
+        if (count >= kGroupFeatures) {
+            for (int64_t i = 0; i < kGroupFeatures; ++i) numbers[i] = to_float(some[i]);
+            return;
+        }
         for (int64_t i = 0; i < kGroupFeatures; ++i) {
-            numbers[i] = to_float(from[begin + i < k ? begin + i : k - 1]);
+            numbers[i] = to_float(some[i < count ? i : count - 1]);
         }
     });
 }
@@ -252,11 +257,22 @@ inline void decode_q6_k(const uint8_t* block, int64_t group, float* numbers) {
     const uint8_t* low = block + group / 4 * 64 + group % 2 * 32;
     const uint8_t* high = block + 128 + group / 4 * 32;
     const auto* scales = reinterpret_cast<const int8_t*>(block + 192) + group * 2;
-    const int half = group % 4 / 2 * 4, pair = group % 4 * 2;
+    const int half = group % 4 / 2 * 4, pair = static_cast<int>(group % 4) * 2;
     const float d = half_at(block + 208);
-    for (int64_t i = 0; i < kGroupFeatures; ++i) {
-        const int code = (low[i] >> half & 15) | (high[i] >> pair & 3) << 4;
-        numbers[i] = static_cast<float>(code - 32) * (d * static_cast<float>(scales[i / 16]));
+    uint8_t codes[kGroupFeatures];
+    for (int64_t i = 0; i < kGroupFeatures; i += 8) {
+        uint64_t first, last;
+        __builtin_memcpy(&first, low + i, sizeof(first));
+        __builtin_memcpy(&last, high + i, sizeof(last));
+        const uint64_t both =
+            (first >> half & 0x0f0f0f0f0f0f0f0f) | (last >> pair & 0x0303030303030303) << 4;
+        __builtin_memcpy(codes + i, &both, sizeof(both));
+    }
+    for (int64_t part = 0; part < 2; ++part) {
+        const float scale = d * static_cast<float>(scales[part]);
+        for (int64_t i = part * 16; i < part * 16 + 16; ++i) {
+            numbers[i] = static_cast<float>(codes[i] - 32) * scale;
+        }
     }
 }
 
