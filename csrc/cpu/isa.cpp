@@ -100,6 +100,8 @@ Isa machine_isa() {
             if (__builtin_cpu_supports("avx512vnni")) found = found | Isa::avx512_vnni;
             if (__builtin_cpu_supports("avx512bf16")) found = found | Isa::avx512_bf16;
         }
+        const bool is_slow = has(found, Isa::avx512_bf16) && __builtin_cpu_is("intel");
+        if (is_slow) found = found | Isa::slow_bf16_dot;
         if (has(found, Isa::avx512_vnni | Isa::avx512_bf16)) found = found | tile_isa();
         return found;
     }();
