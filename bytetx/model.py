@@ -67,9 +67,10 @@ def load(
     as the hub knows them); a LoRA adapter is merged into its base model.
     adapters: LoRA adapters beside the model, which calls and texts choose by name (add_adapter).
     device: "auto" is CUDA where there is one.  dtype: float32, bfloat16 or float16 (fp32, bf16,
-    fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16; fp8: an
-    encoder's GEMMs multiply E4M3 rows, on Hopper GPUs; int8, int4: weights stay 8 or 4 bits in a
-    CPU's memory, and rows are rounded to 8 bits (docs/quantization.md).
+    fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16; "fastest"
+    is bfloat16 on a CPU that multiplies it faster, elsewhere as "auto"; fp8: an encoder's GEMMs
+    multiply E4M3 rows, on Hopper GPUs; int8, int4: weights stay 8 or 4 bits in a CPU's memory, and
+    rows are rounded to 8 bits (docs/quantization.md).
     tp: processes that share the layers, each on a GPU of its own (on "cpu", all on the CPU); the
     others are started here, hold their share alone and end with the Model or its close().
     grid: processes in data x z x y x x, as "data2.z2": data takes some texts of each batch, z as

@@ -56,7 +56,7 @@ from bytetx.nn.task_transformers import TaskTransformers
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.token_heads import load_token_head
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.linear import LinearWeight, prepare_linear
+from bytetx.ops.linear import LinearWeight, is_bf16_faster, prepare_linear
 from bytetx.runtime.device_memory import check_fits
 from bytetx.runtime.faults import is_out_of_memory
 from bytetx.runtime.forking import check_device_after_fork
@@ -605,22 +605,25 @@ def resolve_dtype(
 ) -> torch.dtype:
     """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16.
 
+    "fastest" is bfloat16 on a CPU that multiplies it faster than float32, elsewhere as "auto".
     The same holds for everything but the GEMMs with "fp8"; with "int8" and "int4" it is bfloat16
     where the CPU computes with it.
     """
     weight_format = WEIGHT_FORMATS.get(dtype) if isinstance(dtype, str) else None
     if weight_format is not None and weight_format.dtype is not None:
         return weight_format.dtype()
-    if dtype == "auto" or weight_format is not None:
+    if dtype in ("auto", "fastest") or weight_format is not None:
         if device.type == "cpu":
-            return torch.float32
+            return torch.bfloat16 if dtype == "fastest" and is_bf16_faster() else torch.float32
         return saved if saved in (torch.float16, torch.bfloat16) else torch.float16
     resolved = dtype
     if isinstance(dtype, str):
         resolved = DTYPES.get(DTYPE_ALIASES.get(dtype, dtype), dtype)
     if not isinstance(resolved, torch.dtype) or resolved not in DTYPES.values():
         *known, last = (*DTYPES, *DTYPE_ALIASES, *WEIGHT_FORMATS)
-        raise OptionError(f"dtype must be auto, {', '.join(known)} or {last}, got {shown(dtype)}")
+        raise OptionError(
+            f"dtype must be auto, fastest, {', '.join(known)} or {last}, got {shown(dtype)}"
+        )
     return resolved
 
 

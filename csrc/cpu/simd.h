@@ -18,12 +18,10 @@
 #else
 #include <immintrin.h>
 #endif
-#elif defined(BYTETX_NEON)
+#elif defined(BYTETX_NEON)  // the build's, for files of an instruction set of 64-bit ARM
 #include <arm_neon.h>
 #endif
 
-// The build says which of ARM's sets a file is for: compilers for macOS have the instructions of
-// its first processor in every file.
 #if defined(__AMX_INT8__)
 #define BYTETX_SIMD amx_int8
 #elif defined(__AMX_BF16__)
@@ -36,11 +34,11 @@
 #define BYTETX_SIMD avx512
 #elif defined(__AVX2__)
 #define BYTETX_SIMD avx2
-#elif defined(BYTETX_NEON_BF16)
+#elif defined(BYTETX_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define BYTETX_SIMD neon_bf16
-#elif defined(BYTETX_NEON_I8MM)
+#elif defined(BYTETX_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
 #define BYTETX_SIMD neon_i8mm
-#elif defined(BYTETX_NEON_DOTPROD)
+#elif defined(BYTETX_NEON) && defined(__ARM_FEATURE_DOTPROD)
 #define BYTETX_SIMD neon_dotprod
 #elif defined(BYTETX_NEON)
 #define BYTETX_SIMD neon
@@ -49,7 +47,8 @@
 #endif
 
 // An instruction that adds the products of two neighbouring bf16 to one f32.
-#if defined(__AVX512BF16__) || defined(BYTETX_NEON_BF16)
+#if defined(__AVX512BF16__) || \
+    (defined(BYTETX_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
 #define BYTETX_BF16_DOT
 #endif
 
@@ -203,7 +202,7 @@ inline Vec load(const Bf16* p) {
     return {widen(vget_low_u16(bits)), widen(vget_high_u16(bits))};
 }
 inline uint16x4_t narrow(float32x4_t x) {
-#if defined(BYTETX_NEON_BF16)
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     return vreinterpret_u16_bf16(vcvt_bf16_f32(x));
 #else
     const uint32x4_t bits = vreinterpretq_u32_f32(x);

@@ -212,7 +212,7 @@ def test_cuda_equals_the_cpu(folder: Path, model: Model) -> None:
         ({"device": "cuda:99"}, "device 'cuda:99' was asked for, torch sees"),
         (
             {"dtype": "int3"},
-            "dtype must be auto, float32, .*, fp32, bf16, fp16, fp8, int8 or int4, got 'int3'",
+            "dtype must be auto, fastest, float32, .*, fp16, fp8, int8 or int4, got 'int3'",
         ),
         ({"dtype": torch.float64}, "dtype must be auto"),
         ({"token_budget": 0}, "token_budget must be a positive integer, got 0"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Far beyond any machine's cores; a runtime that cannot start so many threads ends the process.
 MAX_THREADS = 1024
-DTYPE_HELP = "auto, float32 (fp32), bfloat16 (bf16), float16 (fp16), fp8, int8 or int4."
+DTYPE_HELP = "auto, fastest, float32 (fp32), bfloat16 (bf16), float16 (fp16), fp8, int8 or int4."
 GENERATION_CONFIG_HELP = (
     "Where generation starts for what is not given: the checkpoint's generation_config.json; vllm "
     "takes its end-of-text tokens alone, none nothing; or the path of such a file."
