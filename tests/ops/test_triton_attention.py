@@ -14,7 +14,7 @@ from bytetx.ops.disentangled import log_buckets
 pytest.importorskip("triton")
 
 from bytetx.ops import triton_kernels  # noqa: E402
-from bytetx.ops.triton_kernels import paged  # noqa: E402
+from bytetx.ops.triton_kernels import disentangled, paged  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # numpy, which interprets them, warns of inf and NaN.
@@ -342,3 +342,9 @@ def test_pages_before_the_window_are_not_read(
         out=out,
     )
     assert_exact(out, step, window=37)
+
+
+def test_heads_of_disentangled_attention_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the products of all of them with positions would be large."""
+    monkeypatch.setattr(disentangled, "_TABLE_BYTES", 1)
+    check_disentangled([70, 0, 1, 9], 2, 16, "both", torch.float16)

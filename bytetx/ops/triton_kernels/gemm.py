@@ -17,7 +17,8 @@ from bytetx.ops.triton_kernels.launch import (
     num_multiprocessors,
 )
 
-_GROUP_ROWS = 8  # row tiles that follow one another, so that they share columns of w in the L2
+# Row tiles that follow one another, so that they share columns of w in the L2.
+_GROUP_ROWS, _DESCRIPTOR_GROUP_ROWS = 8, 16
 _DESCRIPTOR_ELEMENTS = 8  # 16 bytes of f16 or bf16: what a descriptor's row is a multiple of
 _PROGRAMS = 2  # a multiprocessor: one's epilogue runs while the other's products do
 
@@ -181,7 +182,7 @@ def linear(
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.columns,
         "BLOCK_K": tile.inner,
-        "GROUP_ROWS": _GROUP_ROWS,
+        "GROUP_ROWS": _GROUP_ROWS if descriptor_tile is None else _DESCRIPTOR_GROUP_ROWS,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

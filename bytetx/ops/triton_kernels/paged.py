@@ -20,9 +20,9 @@ from bytetx.ops.triton_kernels.launch import (
 from bytetx.ops.triton_kernels.sequences import sequence_of
 from bytetx.ops.triton_kernels.softmax import LOG2_E, add_keys, begin_rows, soft_capped
 
-_MAX_PARTS = 16
-_KEYS_A_PART = 256  # at least
-_WAVES = 2  # programs a multiprocessor that are enough
+_MAX_PARTS = 64
+_KEYS_A_PART = 128  # at least
+_WAVES = 4  # programs a multiprocessor that are enough
 
 
 @triton.jit
@@ -164,6 +164,7 @@ def _paged_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
@@ -177,12 +178,16 @@ def _paged_kernel(
     kv_head = tl.program_id(0)
     block = tl.program_id(1)
     part = tl.program_id(2)
-    sequence = sequence_of(block, cu_seqlens, batch_size, num_steps, TOKENS)
+    sequence = block
+    if not ONE_BLOCK:
+        sequence = sequence_of(block, cu_seqlens, batch_size, num_steps, TOKENS)
     if sequence >= batch_size:
         return
     begin = tl.load(cu_seqlens + sequence)
     num_rows = tl.load(cu_seqlens + sequence + 1) - begin
-    first_row = (block - begin // TOKENS - sequence) * TOKENS
+    first_row = begin * 0
+    if not ONE_BLOCK:
+        first_row = (block - begin // TOKENS - sequence) * TOKENS
     if first_row >= num_rows:
         return
     num_keys = tl.load(kv_seqlens + sequence)
@@ -289,10 +294,10 @@ def paged_attention(
     batch_size = kv_seqlens.shape[0]
     group = num_heads // num_kv_heads
     block_d = max(16, next_power_of_2(head_dim))
-    least = 16 if max_seqlen <= 1 else 64
-    block_m = max(least, next_power_of_2(group))
+    block_m = max(16 if max_seqlen <= 1 else 64, next_power_of_2(group))
     block_n, num_warps, num_stages = _tile(block_m, block_d, q.element_size())
-    num_blocks = total_tokens // (block_m // group) + batch_size
+    is_one_block = max_seqlen <= block_m // group
+    num_blocks = batch_size + (0 if is_one_block else total_tokens // (block_m // group))
     parts = _num_parts(num_blocks * num_kv_heads, window or max_kv_seqlen, q.device)
     cells = total_tokens * num_heads * parts if parts > 1 else 0
     part_sums = torch.empty(cells * head_dim, dtype=torch.float32, device=q.device)
@@ -325,6 +330,7 @@ def paged_attention(
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         PARTS=parts,
+        ONE_BLOCK=is_one_block,
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
         HAS_SLOPES=alibi_slopes is not None,
@@ -369,4 +375,7 @@ def _tile(block_m: int, block_d: int, element_bytes: int) -> tuple[int, int, int
         return (64 if block_d <= 128 else 32), 8, 2
     if block_m == 64:
         return (64, 4, 2) if block_d <= 64 else (32, 4, 3)
-    return (64 if block_d <= 128 else 32), 4, 3
+    # The page table's loads take stages of their own: these hold two blocks of keys at a time.
+    if block_d <= 128:
+        return (64, 4, 5) if block_d <= 64 else (32, 4, 6)
+    return 32, 4, 3
