@@ -27,7 +27,7 @@ from benchmarks.gpu import DTYPES, Gpu, Work, cpu_suite, gpu_suite, graph_us, le
 from benchmarks.lengths import Lengths, bytetransformer, dense
 from benchmarks.measure import encoder_flop
 from benchmarks.right_runs import right_runs
-from benchmarks.suite import Measurement, Suite, measured
+from benchmarks.suite import Measurement, Suite, is_selected, measured
 from benchmarks.whole_models import (
     DEBERTA_SIZES,
     MODERNBERT_SIZES,
@@ -38,8 +38,9 @@ from benchmarks.whole_models import (
     load_whole_model,
 )
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.errors import OptionError
+from bytetx.errors import BytetxError, OptionError
 from bytetx.nn.transformer import Transformer
+from bytetx.ops import native
 
 # ByteTransformer's kernels cannot run in this process. What its authors' program gave on an H200
 # with its best settings for each longest sequence, in ms; said beside the case, never recorded.
@@ -91,7 +92,25 @@ def suite(
     options["packages"] = ("transformers", "disentangled-flash")
     if device == "cpu":
         return cpu_suite("encoder", cpu_shapes(), contest.measure_on_cpu, **options)
-    return gpu_suite("encoder", shapes(), contest.measure, **options)
+    chosen = without_fp8(shapes(), patterns, contest.notes)
+    return gpu_suite("encoder", chosen, contest.measure, **options)
+
+
+def without_fp8(shapes: list[Shape], patterns: list[str], notes: list[str]) -> list[Shape]:
+    """The shapes that this GPU runs; `notes` gets a line for FP8 ones that are left out.
+
+    Raises BytetxError where the patterns select no other.
+    """
+    reason = native.why_no_kernel("fp8_linear", torch.device("cuda"))
+    chosen = [shape for shape in shapes if is_selected(shape.name, patterns)]
+    names = [shape.name for shape in chosen if shape.dtype == FP8]
+    if reason is None or not names or not torch.cuda.is_available():
+        return shapes
+    line = f"{', '.join(names)}: dtype fp8 cannot run here: {reason}"
+    if len(names) == len(chosen):
+        raise BytetxError(line)
+    notes.append(f"left out: {line}")
+    return [shape for shape in shapes if shape.dtype != FP8]
 
 
 def shapes() -> list[Shape]:
@@ -171,6 +190,7 @@ class Contest:
 
     def __init__(self, packed_encoders_folder: Path | None = None) -> None:
         self._size: str | None = None
+        self.notes: list[str] = []  # with every model
         self._notes: list[str] = []
         self._packed_encoders_folder = packed_encoders_folder
 
@@ -254,7 +274,7 @@ class Contest:
         """Return whether the model is another one than before."""
         if shape.size == self._size:
             return False
-        self._size, self._notes = shape.size, []
+        self._size, self._notes = shape.size, [*self.notes]
         self.model: WholeModel = load_whole_model(shape.size, dtype, self._notes, device=device)
         return True
 
@@ -269,7 +289,7 @@ class Contest:
         return packed_rival.measure(self.model.padded, inputs, ours(), folder=folder, notes=notes)
 
     def _load(self, shape: Shape) -> None:
-        self._size, self._notes = shape.size, []
+        self._size, self._notes = shape.size, [*self.notes]
         self.bert = random_bert(SIZES[shape.size], DTYPES.get(shape.dtype, torch.float16))
         self.packed_torch = PackedTorch(self.bert.model)
         self.finishes: dict[str, Finish] = {"packed-torch-graph": finish_layer}

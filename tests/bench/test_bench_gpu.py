@@ -287,6 +287,23 @@ def test_encoder_measures_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.99 < found.shape["cosine"] <= 1  # rounded
 
 
+def test_fp8_cases_are_refused_by_name_where_they_cannot_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    shapes, notes = encoder.shapes(), list[str]()
+    with native.without_kernels("cuda"):
+        kept = encoder.without_fp8(shapes, ["base-ln128"], notes)
+        assert [shape for shape in shapes if shape.dtype != encoder.FP8] == kept
+        assert notes == [
+            "left out: base-ln128x256-fp8: dtype fp8 cannot run here: "
+            "the native kernels for cuda are switched off"
+        ]
+        with pytest.raises(BytetxError, match="^base-ln128x256-fp8: dtype fp8 cannot run here"):
+            encoder.without_fp8(shapes, ["base-ln128x256-fp8"], notes)
+        assert encoder.without_fp8(shapes, ["deberta"], notes) == shapes
+
+
 @pytest.mark.gpu
 def test_attention_measures() -> None:
     shape = attention.Shape("tiny", np.array([3, 40, 1]), num_heads=2)
