@@ -60,9 +60,9 @@ ISA_FLAGS = {  # processor -> file name suffix -> flags; it leaves out the files
         "_avx2": ["-mavx2", "-mfma", "-mf16c"],
     },
     "aarch64": {
-        "_neonbf16": ["-march=armv8.2-a+bf16", "-DBYTETX_NEON"],
-        "_neoni8mm": ["-march=armv8.2-a+i8mm", "-DBYTETX_NEON"],
-        "_neondotprod": ["-march=armv8.2-a+dotprod", "-DBYTETX_NEON"],
+        "_neonbf16": ["-march=armv8.2-a+bf16", "-DBYTETX_NEON", "-DBYTETX_NEON_BF16"],
+        "_neoni8mm": ["-march=armv8.2-a+i8mm", "-DBYTETX_NEON", "-DBYTETX_NEON_I8MM"],
+        "_neondotprod": ["-march=armv8.2-a+dotprod", "-DBYTETX_NEON", "-DBYTETX_NEON_DOTPROD"],
         "_neon": ["-march=armv8-a", "-DBYTETX_NEON"],
     },
 }

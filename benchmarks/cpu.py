@@ -13,11 +13,18 @@ import bytetx
 from benchmarks import measure, rivals, sparse, texts
 from benchmarks.bert import random_checkpoint
 from benchmarks.cpu_generate import CASE as GENERATE_CASE
-from benchmarks.cpu_generate import LLAMA_CASES, measure_generate, measure_llama
+from benchmarks.cpu_generate import (
+    LLAMA_CASES,
+    gguf_cases,
+    measure_generate,
+    measure_gguf,
+    measure_llama,
+)
 from benchmarks.memory import measure_memory
 from benchmarks.rivals import Inputs, Rival
 from benchmarks.suite import Case, Measurement, Suite, is_selected, measured, none_fits
 from bytetx.checkpoint.demo import demo_checkpoint
+from bytetx.checkpoint.gguf.file import GGUF_SUFFIX
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.cli.passages import english_passages
 from bytetx.ops.int8_linear import why_no_int8_linear
@@ -60,11 +67,14 @@ _CHECKED_INPUTS = 2 * rivals.BATCH_SIZE  # embedded by everyone before the clock
 def suite(*, patterns: list[str], model: Path | None = None, quick: bool = False) -> Suite:
     """The suite's selected cases.
 
-    model: an encoder's folder to measure instead of MiniLM and the BERT-base shape.
+    model: an encoder's folder to measure instead of MiniLM and the BERT-base shape, or a decoder's
+    GGUF file, in int4 beside llama.cpp.
     quick: few texts and one round.  Raises OptionError where no case fits.
     """
     names = [model.resolve().name] if model else ["minilm", "bert-base"]
     known = [case for name in names for case in _case_names(name)]
+    if model is not None and model.suffix == GGUF_SUFFIX:
+        known = list(gguf_cases(model))
     if model is None:
         known += [GENERATE_CASE, *LLAMA_CASES, SPARSE_CASE]
     if not any(is_selected(name, patterns) for name in known):
@@ -194,6 +204,19 @@ def _int8_kinds(model: str) -> list[str]:
 
 
 def _cases(sizes: Sizes, patterns: list[str], checkpoint: Path | None) -> Iterator[Case]:
+    if checkpoint is not None and checkpoint.suffix == GGUF_SUFFIX:
+        for name, shape in gguf_cases(checkpoint).items():
+            if is_selected(name, patterns):
+                measure_case = partial(
+                    measure_gguf,
+                    checkpoint,
+                    shape,
+                    min_rounds=sizes.min_rounds,
+                    max_rounds=sizes.max_rounds,
+                    seconds=sizes.seconds,
+                )
+                yield Case(name, "us/token", "int4", measure_case)
+        return
     if checkpoint is not None:
         name = checkpoint.resolve().name
         yield from _model_cases(name, checkpoint, sizes, patterns)

@@ -1,5 +1,5 @@
 """The generation cases of suite `cpu`: a ragged batch of prompts against transformers' generate,
-and prompts of one length against llama.cpp."""
+and prompts of one length against llama.cpp, with weights in bf16 or those of a GGUF file."""
 
 import tempfile
 from collections.abc import Sequence
@@ -68,42 +68,96 @@ def measure_llama(
 ) -> Measurement:
     """Greedy answers to prompts of one length; llama.cpp has the same weights in its own format."""
     stem, config = SHAPES["smollm2-135m"]
-    prompts = texts.random_token_ids([_LLAMA_PROMPT] * num_prompts, vocab_size=config["vocab_size"])
-    missing, notes, rivals = llama_cpp.why_missing(), list[str](), {}
     with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as name, quiet():
         folder, path = Path(name), Path(name) / "model.gguf"
         save_random_model(folder, stem, "ForCausalLM", config, dtype=torch.bfloat16)
         model = bytetx.load(folder, device="cpu", dtype="bfloat16")
-        if missing is None:
+        if llama_cpp.why_missing() is None:
             llama_cpp.write_llama(folder, path)
+        return _beside_llama_cpp(
+            model,
+            path,
+            (num_prompts, _LLAMA_PROMPT, num_tokens),
+            min_rounds=min_rounds,
+            max_rounds=max_rounds,
+            seconds=seconds,
+        )
+
+
+def gguf_cases(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Of a GGUF file's model in int4: (prompts, tokens of each, new tokens of each) by case."""
+    name = path.resolve().stem
+    return {
+        f"{name}-int4-prefill-512": (1, 512, 1),
+        f"{name}-int4-decode-1": (1, 8, 64),
+        **{f"{name}-int4-generate-{n}": (n, _LLAMA_PROMPT, 64) for n in (1, 8, 32)},
+    }
+
+
+def measure_gguf(
+    path: Path,
+    shape: tuple[int, int, int],
+    *,
+    min_rounds: int,
+    max_rounds: int,
+    seconds: float,
+) -> Measurement:
+    """Greedy answers of a GGUF file's model in int4; llama.cpp reads the same file."""
+    with quiet():
+        model = bytetx.load(path, device="cpu", dtype="int4")
+    return _beside_llama_cpp(
+        model, path, shape, min_rounds=min_rounds, max_rounds=max_rounds, seconds=seconds
+    )
+
+
+def _beside_llama_cpp(
+    model: Model,
+    path: Path,
+    shape: tuple[int, int, int],
+    *,
+    min_rounds: int,
+    max_rounds: int,
+    seconds: float,
+) -> Measurement:
+    """shape: as of gguf_cases. Ours gets other prompts each time, whose pages it does not have."""
+    count, length, num_tokens = shape
+    vocab_size = model.spec.vocab_size
+    missing, notes, rivals = llama_cpp.why_missing(), list[str](), {}
+    first, *others = (
+        texts.random_token_ids([length] * count, vocab_size=vocab_size, seed=seed)
+        for seed in range(2 + max_rounds)
+    )
+    if missing is None:
+        with quiet():
             theirs = llama_cpp.LlamaCpp(
                 path,
-                num_sequences=num_prompts,
-                max_tokens=_LLAMA_PROMPT + num_tokens,
+                num_sequences=count,
+                max_tokens=length + num_tokens,
                 num_threads=torch.get_num_threads(),
             )
-            rivals[llama_cpp.NAME] = partial(theirs.generate, prompts, num_tokens)
+        rivals[llama_cpp.NAME] = partial(theirs.generate, first, num_tokens)
     params = bytetx.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-
-    def ours() -> Sequence[Generation]:
-        return Model(model.checkpoint).generate(prompts, params)
-
+    answers = [list(answer.token_ids) for answer in model.generate(first, params)]
     if missing is not None:
         notes.append(missing)
     else:
-        notes += _differences(
-            [list(answer.token_ids) for answer in ours()], rivals[llama_cpp.NAME](), llama_cpp.NAME
-        )
+        notes += _differences(answers, rivals[llama_cpp.NAME](), llama_cpp.NAME)
+    prompts = iter(others)
     timing = measure.alternate(
-        ours, rivals, min_rounds=min_rounds, max_rounds=max_rounds, seconds=seconds
+        lambda: model.generate(next(prompts), params),
+        rivals,
+        min_rounds=min_rounds,
+        max_rounds=max_rounds,
+        seconds=seconds,
     )
     sizes: dict[str, int | float | str] = {
-        "prompts": num_prompts,
-        "prompt_tokens": _LLAMA_PROMPT * num_prompts,
+        "prompts": count,
+        "prompt_tokens": length * count,
         "new_tokens": num_tokens,
         "rounds": timing.rounds,
     }
-    return measured(timing.found, None, sizes, notes, per=num_prompts * num_tokens / 1e6)
+    tokens = length if num_tokens == 1 else num_tokens
+    return measured(timing.found, None, sizes, notes, per=count * tokens / 1e6)
 
 
 def _prompts(count: int) -> list[list[int]]:

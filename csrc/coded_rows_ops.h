@@ -13,13 +13,14 @@
 
 namespace bytetx {
 
-// Formats of a GGUF file whose codes rows keep.
+// Formats of a GGUF file that rows are made of: all but Q6_K's keep their codes.
 enum class SavedFormat : int32_t {
     q4_0,  // as 4 or 8 bits
     q4_1,  // as 4 bits
     q4_k,  // as 4 bits; scales and least values are rounded to f16
     q5_0,  // as 8 bits
     q8_0,  // as 8 bits
+    q6_k,  // rounded, as numbers are
 };
 
 // Each group's scale, and with 4 bits its least value, are those of a few with the least square

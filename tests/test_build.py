@@ -171,12 +171,21 @@ def test_processor_is_the_one_that_the_compiler_compiles_for(
     assert build.processor() == "aarch64"
 
 
-def test_arm_kernels_compile_where_zig_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["_neon", "_neoni8mm"])
+@pytest.mark.parametrize(
+    ("target", "processor"), [("linux-gnu.2.28", "generic"), ("macos.11.0", "apple_m1")]
+)
+def test_arm_kernels_compile_where_zig_is(
+    build: ModuleType, tmp_path: Path, target: str, processor: str, suffix: str
+) -> None:
     pytest.importorskip("ziglang")
-    source = CSRC / "cpu" / "int8_linear_neoni8mm.cpp"
-    target = ["-target", "aarch64-linux-gnu.2.28", "-mcpu=generic+i8mm", "-DBYTETX_NEON"]
-    compiler = [sys.executable, "-m", "ziglang", "c++", "-std=c++20", f"-I{CSRC}", *target]
-    subprocess.run([*compiler, "-c", str(source), "-o", str(tmp_path / "x.o")], check=True)
+    march, *defines = build.ISA_FLAGS["aarch64"][suffix]
+    extension = march.partition("+")[2]
+    flags = ["-target", f"aarch64-{target}", f"-mcpu={processor}{'+' * bool(extension)}{extension}"]
+    compiler = [sys.executable, "-m", "ziglang", "c++", "-std=c++20", f"-I{CSRC}", *flags]
+    source = CSRC / "cpu" / f"int8_linear{suffix}.cpp"
+    command = [*compiler, *defines, "-c", str(source), "-o", str(tmp_path / "x.o")]
+    subprocess.run(command, check=True)
     assert (tmp_path / "x.o").stat().st_size > 10000
 
 

@@ -183,6 +183,8 @@ class DecodedTensor:
     torch_dtype: the dtype to use where the caller names none.
     decode: of a range of rows (indices of dim 0) -> their numbers, in any floating dtype.
     is_whole: whether some rows cost as much as all of them.
+    saved_rows: of a range of rows -> their bytes in the scheme's format, uint8 [rows, bytes]; None
+    where a row of the weight is no row of what is saved.
     """
 
     path: Path
@@ -193,6 +195,7 @@ class DecodedTensor:
     torch_dtype: torch.dtype
     decode: Callable[[range], torch.Tensor]
     is_whole: bool = False
+    saved_rows: Callable[[range], torch.Tensor] | None = None
 
     @property
     def num_bytes(self) -> int:

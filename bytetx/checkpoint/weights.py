@@ -177,6 +177,13 @@ class Weights(Mapping[str, torch.Tensor]):
             )
         return saved
 
+    def stored(self, name: str) -> StoredTensor | None:
+        """How a tensor is stored; it then counts as used.  None where something is added to it."""
+        if self._on_tensor is not None:
+            self._on_tensor()
+        self.used.add(name)
+        return None if name in self._added else self._saved[name]
+
     def saved_name(self, name: str) -> str:
         """The name of a tensor in its file."""
         return self._saved[name].name

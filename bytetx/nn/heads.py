@@ -11,7 +11,7 @@ from bytetx.checkpoint.spec import HeadSpec, ModelSpec
 from bytetx.errors import CheckpointError
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.tensors import TensorLoader
-from bytetx.ops.grouped_linear import GroupedWeight, prepare_grouped_linear
+from bytetx.ops.grouped_linear import GroupedWeight
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.log_softmax import log_softmax
 from bytetx.ops.norm import RowNorm
@@ -389,8 +389,8 @@ def _coded_decoder(
     """A head of as many bits as the word embedding, whose memory a tied one shares."""
     assert head.decoder
     if head.decoder in load.tensors:
-        weight = load.tensor(head.decoder, (spec.vocab_size, spec.embedding_size))
-        saved = prepare_grouped_linear(prepare_linear(weight, prepack=False), bits=coded.bits)
+        shape = (spec.vocab_size, spec.embedding_size)
+        saved = load.grouped(head.decoder, shape, bits=coded.bits)
         is_tied = spec.tie_word_embeddings and torch.equal(saved.strips, coded.strips)
         coded = coded if is_tied else saved
     return replace(coded, bias=bias)

@@ -23,9 +23,10 @@ from bytetx.nn.quantization import weight_format
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader
+from bytetx.ops.coded_rows import GROUP
 from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight
-from bytetx.ops.linear import LinearWeight, prepack_linear
+from bytetx.ops.linear import prepack_linear
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import ModelShard, features
@@ -178,6 +179,9 @@ class _LayerReader:
         # Plain weights are divided, or rounded, before they are laid out for a CPU.
         is_last_layout = (self.format, self.hidden, self.weight_gather) == (None, None, None)
         self.load = load if is_last_layout else load.plain()
+        bits = None if self.format is None else self.format.coded_bits
+        if bits is not None and self._takes_codes():
+            self.load, self.format = self.load.coded(bits), None
         self.prepack = load.prepack and self.format is None and self.weight_gather is None
         # Features that are read; None: all.
         self.heads: range | None = None
@@ -188,6 +192,22 @@ class _LayerReader:
             self.heads = features(self.shard.heads, spec.head_dim)
             self.kv_heads = features(self.shard.kv_heads, spec.head_dim)
             self.inner, self.expert_inner = self.shard.inner, self.shard.expert_inner
+
+    def _takes_codes(self) -> bool:
+        """Whether matrices may be read as rows of codes: they are on a CPU in this process alone,
+        of whole groups, and nothing else is computed of them."""
+        spec, layers = self.spec, self.layer_spec
+        widths = (spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size)
+        return (
+            torch.device(self.load.device).type == "cpu"
+            and self.shard is None
+            and self.hidden is None
+            and self.weight_gather is None
+            and self.positions is None
+            and spec.experts is None
+            and layers.weight_layout != "conv1d"
+            and all(width % GROUP == 0 for width in widths)
+        )
 
     def layers(self) -> list[LayerWeights]:
         """All layers; those that share their tensors share what is read."""
@@ -284,7 +304,7 @@ class _LayerReader:
             for key, n, local in kinds
         ]
 
-    def _qkv(self, names: dict[str, str], parts: list[_Tensors]) -> LinearWeight:
+    def _qkv(self, names: dict[str, str], parts: list[_Tensors]) -> Weight:
         """The linear layer of q, k and v; parts: _qkv_parts'."""
         if parts:
             return self.load.fused_linear(parts)
@@ -298,7 +318,7 @@ class _LayerReader:
             bias = None if bias is None else separate_heads(bias, spec, self.shard)
         if "q_bias" in names:
             bias = self._separate_biases(names, q_rows)
-        return self.load.linear_from(weight, bias)
+        return self.load.weight_from(weight, bias)
 
     def _separate_biases(self, names: dict[str, str], rows: int) -> torch.Tensor:
         """The bias of q, k and v from those of q and v, in the order of the weight's rows."""
@@ -348,7 +368,7 @@ class _LayerReader:
         if "ffn_up_gate" in names:
             return self._gate_up(names, "ffn_up_gate", gate_first=False)
         if "ffn_gate" not in names:
-            return self.load.linear_from(*self._tensors(names, "ffn_in", *sizes, outputs=outputs))
+            return self.load.weight_from(*self._tensors(names, "ffn_in", *sizes, outputs=outputs))
         gate, gate_bias = self._tensors(names, "ffn_gate", *sizes, outputs=outputs)
         up, up_bias = self._tensors(names, "ffn_in", *sizes, outputs=outputs)
         return self.load.gated(gate, up, gate_bias, up_bias)
@@ -493,7 +513,7 @@ class _LayerReader:
         elif inputs is not None:
             part = Part(int(not is_transposed), inputs)
         shape = (k, n) if is_transposed else (n, k)
-        weight = self.load.tensor(f"{names[key]}.weight", shape, part=part)
+        weight = self.load.matrix(f"{names[key]}.weight", shape, part=part)
         if is_transposed:
             weight = weight.t().contiguous()
         if key not in self.layer_spec.biases:

@@ -24,6 +24,8 @@ class WeightFormat:
     dtype: of everything else; None: as of "auto".
     table: (the word table or a head over the vocabulary) -> what is kept of it; None: it stays.
     bits: of most parameters in memory; None: those of dtype.
+    coded_bits, table_bits: of codes in groups that layers, and the table, are read in on a CPU, so
+    that codes of a GGUF file are kept; None: they are read as floats, and converted.
     """
 
     check: Callable[[ModelSpec, torch.device], None]
@@ -31,6 +33,8 @@ class WeightFormat:
     dtype: Callable[[], torch.dtype] | None = None
     table: Callable[[LinearWeight], GroupedWeight] | None = None
     bits: float | None = None
+    coded_bits: int | None = None
+    table_bits: int | None = None
 
 
 FP8, INT8, INT4 = "fp8", "int8", "int4"
@@ -55,6 +59,7 @@ _INT4 = WeightFormat(
     partial(_in_groups, bits=4),
     int8.activation_dtype,
     bits=5.0,
+    coded_bits=4,
 )
 WEIGHT_FORMATS = {
     FP8: WeightFormat(fp8.check, fp8.quantize),
@@ -72,8 +77,10 @@ _CAUSAL = {
         int8.activation_dtype,
         table=_TABLE,
         bits=8.5,
+        coded_bits=8,
+        table_bits=8,
     ),
-    INT4: replace(_INT4, table=_TABLE),
+    INT4: replace(_INT4, table=_TABLE, table_bits=8),
 }
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -11,9 +12,13 @@ from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.saved_tensor import Part, take_part
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError
-from bytetx.ops.gated import GatedWeight, prepare_gated
+from bytetx.nn.coded_tensors import read_coded
+from bytetx.ops.coded_rows import GROUP, are_finite, features_of
+from bytetx.ops.gated import GatedWeight, gate_block, in_turn, prepare_gated
+from bytetx.ops.grouped_linear import GroupedWeight, grouped_from_rows, prepare_grouped_linear
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.norm import NORMS, RowNorm
+from bytetx.ops.weight import Weight
 
 # Missing tensors that are looked for before the search ends.
 _MAX_MISSING = 1000
@@ -38,11 +43,21 @@ class TensorLoader:
         """
         self.tensors, self.dtype, self.device, self.prepack = tensors, dtype, device, prepack
         self.shares, self.batch_invariant = shares, batch_invariant
+        self.bits: int | None = None  # of codes that matrices are read in, as rows of them
 
     def plain(self) -> "TensorLoader":
         """The same loader, whose linear layers are not laid out for a CPU."""
         loader = copy(self)
         loader.prepack = False
+        return loader
+
+    def coded(self, bits: int) -> "TensorLoader":
+        """The same loader, which reads matrices as rows of codes and makes GroupedWeights of them.
+
+        Rows of codes may be put together and in any order, as those of a matrix may.
+        """
+        loader = copy(self)
+        loader.bits = bits
         return loader
 
     def require(self, names: Iterable[str]) -> None:
@@ -66,20 +81,38 @@ class TensorLoader:
         """
         self.require([name])
         saved_shape, tensor = self._read(name, part)
-        if saved_shape != shape:
-            raise CheckpointError(
-                f"tensor {name!r} has shape {saved_shape}, config.json implies {shape}"
-            )
+        _check_shape(name, saved_shape, shape)
         if not tensor.is_floating_point():
             raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, must be floating")
         tensor = tensor.to(device=self.device, dtype=self.dtype)
         # The extremes are finite only where every value is, and need no temporary of its size.
         if not torch.stack(torch.aminmax(tensor)).isfinite().all():
-            raise CheckpointError(
-                f"tensor {name!r} holds values that are not finite in {self.dtype}; "
-                "the file is damaged, or the weights need a wider dtype"
-            )
+            raise _not_finite(name, self.dtype)
         return tensor
+
+    def matrix(
+        self, name: str, shape: tuple[int, int], *, part: Part | None = None
+    ) -> torch.Tensor:
+        """A layer's matrix: as tensor(), or its rows of codes."""
+        if self.bits is None:
+            return self.tensor(name, shape, part=part)
+        assert part is None  # layers that are divided have plain weights
+        self.require([name])
+        tensors = self.tensors
+        saved_shape = tensors.shape(name) if isinstance(tensors, Weights) else tensors[name].shape
+        _check_shape(name, tuple(saved_shape), shape)
+        rows = read_coded(tensors, name, self.bits)
+        if not are_finite(rows):
+            raise _not_finite(name, torch.float32)
+        return rows
+
+    def grouped(self, name: str, shape: tuple[int, int], *, bits: int) -> GroupedWeight:
+        """A matrix in groups of features, without a bias."""
+        if shape[1] % GROUP == 0:
+            rows = self.coded(bits).matrix(name, shape)
+            return grouped_from_rows(rows, None, shape[1], bits, dtype=self.dtype)
+        weight = prepare_linear(self.tensor(name, shape), prepack=False)
+        return prepare_grouped_linear(weight, bits=bits)
 
     def _read(self, name: str, part: Part | None) -> tuple[tuple[int, ...], torch.Tensor]:
         """(shape of the complete tensor, the part of it)"""
@@ -121,19 +154,27 @@ class TensorLoader:
 
     def out_linear_from(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_sharded: bool
-    ) -> LinearWeight:
+    ) -> Weight:
         """is_sharded: weight holds some of the inputs; the sum over ranks gets the bias."""
         if is_sharded:
             return replace(self.linear_from(weight, None), sum_bias=bias)
-        return self.linear_from(weight, bias)
+        return self.weight_from(weight, bias)
 
-    def fused_linear(self, parts: list[tuple[torch.Tensor, torch.Tensor | None]]) -> LinearWeight:
+    def fused_linear(self, parts: list[tuple[torch.Tensor, torch.Tensor | None]]) -> Weight:
         """One linear of (weight [n, k], bias [n]) parts, stacked; a missing bias counts as 0."""
         weight = fuse_rows([weight for weight, _ in parts])
         if all(bias is None for _, bias in parts):
-            return self.linear_from(weight, None)
-        biases = [w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in parts]
-        return self.linear_from(weight, fuse_rows(biases))
+            return self.weight_from(weight, None)
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        biases = [zeros(w.shape[0]) if bias is None else bias for w, bias in parts]
+        return self.weight_from(weight, fuse_rows(biases))
+
+    def weight_from(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> Weight:
+        """A linear of what `matrix` gave, rows in any order, and bias [n]."""
+        if self.bits is None:
+            return self.linear_from(matrix, bias)
+        k = features_of(matrix, self.bits)
+        return grouped_from_rows(matrix, bias, k, self.bits, dtype=self.dtype)
 
     def linear_from(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         """A linear from tensors at hand: weight [n, k], bias [n]."""
@@ -153,9 +194,27 @@ class TensorLoader:
         if self.shares and (gate_bias is None) == (up_bias is None):
             stacked = self.fused_linear([(gate, gate_bias), (up, up_bias)])
             return GatedWeight(stacked, gate.shape[0], gate.shape[0])
+        if self.bits is not None:
+            n, bias = gate.shape[0], None
+            block = gate_block(n)
+            if gate_bias is not None and up_bias is not None:
+                bias = in_turn(gate_bias, up_bias, block)
+            return GatedWeight(self.weight_from(in_turn(gate, up, block), bias), n, block)
         return prepare_gated(
             gate, up, **biases, prepack=self.prepack, batch_invariant=self.batch_invariant
         )
+
+
+def _check_shape(name: str, saved: tuple[int, ...], implied: tuple[int, ...]) -> None:
+    if saved != implied:
+        raise CheckpointError(f"tensor {name!r} has shape {saved}, config.json implies {implied}")
+
+
+def _not_finite(name: str, dtype: torch.dtype) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {name!r} holds values that are not finite in {dtype}; "
+        "the file is damaged, or the weights need a wider dtype"
+    )
 
 
 def add_offset(weight: torch.Tensor, offset: float) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -171,11 +171,8 @@ class Transformer:
             )
         if blocks is None:
             blocks = LocalBlocks(spec)
-        embeddings = _embedding_weights(spec, load, blocks.shard)
-        table = None if quantization is None else weight_format(quantization, spec).table
-        if table is not None and blocks.shard is None:
-            coded = table(prepare_linear(embeddings.word, prepack=False))
-            embeddings = replace(embeddings, word=embeddings.word[:0].clone(), coded=coded)
+        coded = _coded_table(spec, load, blocks.shard, quantization)
+        embeddings = _embedding_weights(spec, load, blocks.shard, coded=coded)
         project_out = _project_out(spec, load)
         bias = _relative_bias(spec, load, blocks.shard)
         layers = load_layers(
@@ -365,8 +362,25 @@ def _tensor_names(spec: ModelSpec) -> Iterator[str]:
     yield from layer_tensor_names(spec)
 
 
+def _coded_table(
+    spec: ModelSpec, load: TensorLoader, shard: ModelShard | None, quantization: str | None
+) -> GroupedWeight | None:
+    """The word table in few bits, where the quantization keeps it so."""
+    kept = None if quantization is None else weight_format(quantization, spec)
+    if kept is None or kept.table is None or shard is not None:
+        return None
+    if kept.table_bits is not None and torch.device(load.device).type == "cpu":
+        shape = (spec.vocab_size, spec.embedding_size)
+        return load.grouped(spec.embeddings["word"], shape, bits=kept.table_bits)
+    return kept.table(prepare_linear(_word_table(spec, load, shard), prepack=False))
+
+
 def _embedding_weights(
-    spec: ModelSpec, load: TensorLoader, shard: ModelShard | None
+    spec: ModelSpec,
+    load: TensorLoader,
+    shard: ModelShard | None,
+    *,
+    coded: GroupedWeight | None,
 ) -> EmbeddingWeights:
     names, width = spec.embeddings, spec.embedding_size
     token_type = project = norm = None
@@ -377,12 +391,14 @@ def _embedding_weights(
     if "norm" in names:
         has_bias = spec.layer_spec.norm_bias
         norm = load.norm(names["norm"], width, eps=spec.norm_eps, has_bias=has_bias)
+    no_words = torch.empty((0, width), dtype=load.dtype, device=load.device)
     return EmbeddingWeights(
-        word=_word_table(spec, load, shard),
+        word=_word_table(spec, load, shard) if coded is None else no_words,
         position=_position_table(spec, load),
         token_type=token_type,
         norm=norm,
         project=project,
+        coded=coded,
     )
 
 

@@ -15,7 +15,7 @@ COLUMNS = 16  # outputs of a strip
 GROUP_BYTES = {8: 34, 4: 20}
 _FACTOR_BYTES = 4
 _CPU = torch.device("cpu")
-# SavedFormat of csrc/coded_rows_ops.h, by GGUF's names, for the bits that hold their codes.
+# SavedFormat of csrc/coded_rows_ops.h, by GGUF's names, for the bits that they go into.
 _SAVED = {
     ("Q4_0", 4): 0,
     ("Q4_0", 8): 0,
@@ -23,11 +23,13 @@ _SAVED = {
     ("Q4_K", 4): 2,
     ("Q5_0", 8): 3,
     ("Q8_0", 8): 4,
+    ("Q6_K", 4): 5,
+    ("Q6_K", 8): 5,
 }
 
 
-def keeps_codes(scheme: str, bits: int) -> bool:
-    """Whether rows of that many bits hold the codes of one of GGUF's formats as they are saved."""
+def takes_blocks(scheme: str, bits: int) -> bool:
+    """Whether convert_rows makes rows of that many bits of one of GGUF's formats."""
     return (scheme, bits) in _SAVED
 
 
@@ -35,14 +37,19 @@ def row_bytes(k: int, bits: int) -> int:
     return -(-k // GROUP) * GROUP_BYTES[bits] + _FACTOR_BYTES
 
 
-def round_rows(x: Tensor, bits: int) -> Tensor:
+def features_of(rows: Tensor, bits: int) -> int:
+    """Features of whole groups that rows of codes have."""
+    return (rows.shape[1] - _FACTOR_BYTES) // GROUP_BYTES[bits] * GROUP
+
+
+def round_rows(x: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
     """Rows of codes of numbers x, f32 or bf16 [n, k], contiguous.
 
     Each group's scale, and with 4 bits its least value, are those of a few with the least square
-    error. Check what comes of them with `are_finite`.
+    error. Check what comes of them with `are_finite`.  out: where they are written, contiguous.
     """
     n, k = x.shape
-    rows = torch.empty((n, row_bytes(k, bits)), dtype=torch.uint8)
+    rows = empty_rows(n, k, bits) if out is None else out
     native.require_kernel("round_rows", _CPU)(
         x=x,
         rows=rows,
@@ -55,13 +62,16 @@ def round_rows(x: Tensor, bits: int) -> Tensor:
     return rows
 
 
-def convert_rows(blocks: Tensor, scheme: str, k: int, bits: int) -> Tensor:
-    """Rows of codes of a GGUF file's rows of blocks, uint8 [n, bytes], whose codes they keep.
+def convert_rows(
+    blocks: Tensor, scheme: str, k: int, bits: int, *, out: Tensor | None = None
+) -> Tensor:
+    """Rows of codes of a GGUF file's rows of blocks, uint8 [n, bytes].
 
-    scheme: for which keeps_codes says so.  k: numbers of a row.  Scales and least values stay as
-    they are; those of Q4_K, products of two numbers, are rounded to f16.
+    scheme: for which takes_blocks says so.  k: numbers of a row.  out: as of round_rows.
+    Codes, scales and least values stay as they are, but for Q4_K's scales and least values, which
+    are products of two numbers, rounded to f16, and for Q6_K, which is rounded as numbers are.
     """
-    rows = torch.empty((len(blocks), row_bytes(k, bits)), dtype=torch.uint8)
+    rows = empty_rows(len(blocks), k, bits) if out is None else out
     native.require_kernel("convert_rows", _CPU)(
         blocks=blocks.contiguous(),
         rows=rows,
@@ -72,6 +82,10 @@ def convert_rows(blocks: Tensor, scheme: str, k: int, bits: int) -> Tensor:
         launch=native.launch_args(_CPU),
     )
     return rows
+
+
+def empty_rows(n: int, k: int, bits: int) -> Tensor:
+    return torch.empty((n, row_bytes(k, bits)), dtype=torch.uint8)
 
 
 def are_finite(rows: Tensor) -> bool:

@@ -119,7 +119,7 @@ def prepare_gated(
     if (gate_bias is None) != (up_bias is None):
         raise ValueError("gate_bias and up_bias must be given both, or neither")
     n = gate.shape[0]
-    block = BLOCK if n % BLOCK == 0 else n
+    block = gate_block(n)
     bias = None
     if gate_bias is not None and up_bias is not None:
         for name, t in (("gate_bias", gate_bias), ("up_bias", up_bias)):
@@ -223,6 +223,11 @@ def _plan(x: Tensor, fused: LinearWeight) -> LinearPlan:
     if fused.batch_invariant:
         return plan_invariant(fused.n, fused.k, is_gated=True)
     return plan_gated(x.shape[0], fused.n, fused.k, dtype=DTYPE_NAMES[fused.dtype])
+
+
+def gate_block(n: int) -> int:
+    """Rows of a weight's n gates that take turns with as many of values."""
+    return BLOCK if n % BLOCK == 0 else n
 
 
 def in_turn(gate: Tensor, up: Tensor, block: int) -> Tensor:

@@ -43,7 +43,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 def our_panels(
     packed: Tensor, bias: Tensor | None, *, n: int, k: int, dtype: torch.dtype
 ) -> PanelMatrix:
-    """What pack_weight made of a weight [n, k] of dtype, as panel_linear takes it.
+    """The panels that pack_weight made of a weight [n, k] of dtype, for panel_linear.
 
     It points into memory that the caller keeps.
     """

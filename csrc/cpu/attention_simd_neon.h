@@ -113,7 +113,7 @@ struct Neon {
     }
 };
 
-#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if defined(BYTETX_NEON_BF16)
 struct NeonBf16 : Neon {
     static constexpr int kPair = 2;
     static constexpr int kExp2Degree = 4;  // 3e-6 relative, against 2e-3 of the rounding to bf16

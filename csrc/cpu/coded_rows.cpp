@@ -54,8 +54,10 @@ SavedBlock block_of(SavedFormat format, int32_t bits) {
         case SavedFormat::q8_0:
             if (bits == 8) return {34, 32};
             break;
+        case SavedFormat::q6_k:
+            return {210, 256};
     }
-    throw std::invalid_argument("convert_rows: this format does not keep its codes in " +
+    throw std::invalid_argument("convert_rows: this format does not go into " +
                                 std::to_string(bits) + " bits");
 }
 

@@ -41,7 +41,7 @@ inline Ints load_ints(const int32_t* p) { return {vld1q_s32(p), vld1q_s32(p + 4)
 inline Ints round_to_ints(Vec x) { return {vcvtnq_s32_f32(x.low), vcvtnq_s32_f32(x.high)}; }
 inline Vec to_floats(Ints x) { return {vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high)}; }
 
-#if defined(__ARM_FEATURE_MATMUL_INT8) || defined(__ARM_FEATURE_DOTPROD)
+#if defined(BYTETX_NEON_I8MM) || defined(BYTETX_NEON_DOTPROD)
 
 using Word = int8_t;
 
@@ -63,7 +63,7 @@ inline void store_words(Word* q, int64_t i, Ints numbers, int64_t room) {
 
 #endif
 
-#if defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(BYTETX_NEON_I8MM)
 
 constexpr int32_t kWeightOffset = 128;
 
@@ -153,7 +153,7 @@ inline void clear_sums(int32x4_t (&own)[kRows][kVectors]) {
     }
 }
 
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(BYTETX_NEON_DOTPROD)
 
 constexpr int32_t kWeightOffset = 0;  // both factors of the instruction are signed
 

@@ -18,10 +18,12 @@
 #else
 #include <immintrin.h>
 #endif
-#elif defined(BYTETX_NEON)  // the build's, for files of an instruction set of 64-bit ARM
+#elif defined(BYTETX_NEON)
 #include <arm_neon.h>
 #endif
 
+// The build says which of ARM's sets a file is for: compilers for macOS have the instructions of
+// its first processor in every file.
 #if defined(__AMX_INT8__)
 #define BYTETX_SIMD amx_int8
 #elif defined(__AMX_BF16__)
@@ -34,11 +36,11 @@
 #define BYTETX_SIMD avx512
 #elif defined(__AVX2__)
 #define BYTETX_SIMD avx2
-#elif defined(BYTETX_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#elif defined(BYTETX_NEON_BF16)
 #define BYTETX_SIMD neon_bf16
-#elif defined(BYTETX_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+#elif defined(BYTETX_NEON_I8MM)
 #define BYTETX_SIMD neon_i8mm
-#elif defined(BYTETX_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#elif defined(BYTETX_NEON_DOTPROD)
 #define BYTETX_SIMD neon_dotprod
 #elif defined(BYTETX_NEON)
 #define BYTETX_SIMD neon
@@ -47,8 +49,7 @@
 #endif
 
 // An instruction that adds the products of two neighbouring bf16 to one f32.
-#if defined(__AVX512BF16__) || \
-    (defined(BYTETX_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#if defined(__AVX512BF16__) || defined(BYTETX_NEON_BF16)
 #define BYTETX_BF16_DOT
 #endif
 
@@ -202,7 +203,7 @@ inline Vec load(const Bf16* p) {
     return {widen(vget_low_u16(bits)), widen(vget_high_u16(bits))};
 }
 inline uint16x4_t narrow(float32x4_t x) {
-#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if defined(BYTETX_NEON_BF16)
     return vreinterpret_u16_bf16(vcvt_bf16_f32(x));
 #else
     const uint32x4_t bits = vreinterpretq_u32_f32(x);

@@ -9,9 +9,9 @@ from bytetx.ops.coded_rows import (
     GROUP,
     are_finite,
     convert_rows,
-    keeps_codes,
     round_rows,
     row_bytes,
+    takes_blocks,
 )
 from bytetx.ops.grouped_linear import GroupedWeight, grouped_from_rows
 from bytetx.ops.panel_linear import why_no_panels
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 poisoned_memory = cpu_kernels.poisoned_memory
-SIZES = {"Q4_0": 32, "Q4_1": 32, "Q4_K": 256, "Q5_0": 32, "Q8_0": 32}
+SCHEMES = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q8_0", "Q6_K")
 
 
 @pytest.fixture(params=[8, 4])
@@ -121,7 +121,8 @@ def blocks_of(scheme: str, n: int, k: int) -> torch.Tensor:
     halves = (
         generator.normal(size=(n, k // numbers, places)) * np.logspace(-6, -1, n)[:, None, None]
     )
-    blocks[..., : 2 * places] = halves.astype(np.float16).view(np.uint8)
+    where = slice(208, 210) if scheme == "Q6_K" else slice(0, 2 * places)
+    blocks[..., where] = halves.astype(np.float16).view(np.uint8)
     return torch.from_numpy(blocks.reshape(n, -1))
 
 
@@ -137,7 +138,7 @@ def decoded(scheme: str, blocks: torch.Tensor) -> torch.Tensor:
 )
 def test_saved_blocks_keep_their_values(scheme: str, bits: int) -> None:
     """Exactly: any codes, scales down to f16's smallest."""
-    assert keeps_codes(scheme, bits)
+    assert takes_blocks(scheme, bits)
     blocks = blocks_of(scheme, 37, 96)
     w = weight_of(convert_rows(blocks, scheme, 96, bits), 96, bits)
     assert torch.equal(w.restored, decoded(scheme, blocks))
@@ -162,13 +163,26 @@ def test_q4_k_keeps_its_codes() -> None:
     assert torch.equal(w.restored, decoded("Q4_K", blocks))
 
 
-@pytest.mark.parametrize("scheme", SIZES)
+def test_q6_k_is_rounded_as_its_numbers_are(bits: int) -> None:
+    blocks = blocks_of("Q6_K", 37, 512)
+    values = decoded("Q6_K", blocks)
+    got, wanted = (
+        weight_of(rows, 512, bits).restored
+        for rows in (convert_rows(blocks, "Q6_K", 512, bits), round_rows(values, bits))
+    )
+    # Their factors differ, and so does the rounding of f16 scales.
+    error = (wanted - values).norm(dim=1)
+    assert ((got - values).norm(dim=1) <= 1.01 * error).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_saved_numbers_that_are_not_finite_show(scheme: str) -> None:
     blocks = blocks_of(scheme, 3, 256)
-    for bits in (bits for bits in (4, 8) if keeps_codes(scheme, bits)):
+    for bits in (bits for bits in (4, 8) if takes_blocks(scheme, bits)):
         assert are_finite(convert_rows(blocks, scheme, 256, bits))
         broken = blocks.clone()
-        broken[1, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
+        at = 208 if scheme == "Q6_K" else 0
+        broken[1, at : at + 2] = torch.tensor([0, 0x7C], dtype=torch.uint8)
         rows = convert_rows(broken, scheme, 256, bits)
         assert not are_finite(rows) and are_finite(rows[::2])
 
@@ -178,4 +192,4 @@ def test_other_arguments_are_refused() -> None:
         convert_rows(torch.zeros(1, 20, dtype=torch.uint8), "Q4_1", 33, 4)
     with pytest.raises(ValueError, match="f32 or bf16"):
         round_rows(torch.zeros(1, 32, dtype=torch.float16), 4)
-    assert not keeps_codes("Q6_K", 8) and not keeps_codes("Q4_1", 8)
+    assert not takes_blocks("Q5_K", 8) and not takes_blocks("Q4_1", 8)

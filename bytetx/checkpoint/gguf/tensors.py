@@ -132,16 +132,20 @@ def _decoded(tensor: GgufTensor, *, head_dim: int = 0, offset: float = 0.0) -> S
     if head_dim and tensor.shape[0] % head_dim:
         head_dim = 0  # the loader says that the shape is wrong
 
+    def saved_rows(rows: range) -> torch.Tensor:
+        return _unpaired(saved, rows, head_dim) if head_dim else saved.read_raw(rows)
+
     def values(rows: range) -> torch.Tensor:
         if len(tensor.shape) == 1 and not tensor.format.is_plain:
             found = _numbers(tensor, saved.read_raw())[rows.start : rows.stop]
-        elif head_dim:
-            found = _numbers(tensor, _unpaired(saved, rows, head_dim))
         else:
-            found = _numbers(tensor, saved.read_raw(rows))
+            found = _numbers(tensor, saved_rows(rows))
         return found.float().sub_(offset) if offset else found
 
-    return _stored(tensor, {"paired" if head_dim else "blocks": saved}, values, tensor.shape)
+    raw = {"paired" if head_dim else "blocks": saved}
+    stored = _stored(tensor, raw, values, tensor.shape)
+    is_matrix = len(tensor.shape) == 2 and not tensor.format.is_plain and not offset
+    return replace(stored, saved_rows=saved_rows) if is_matrix else stored
 
 
 def _unpaired(saved: SavedTensor, rows: range, head_dim: int) -> torch.Tensor:
@@ -168,16 +172,24 @@ def _joined(first: GgufTensor, second: GgufTensor) -> StoredTensor:
     """The rows of two tensors, as one."""
     split = first.shape[0]
 
-    def values(rows: range) -> torch.Tensor:
-        both = []
+    def parts(rows: range) -> list[tuple[GgufTensor, torch.Tensor]]:
+        found = []
         for tensor, place in ((first, 0), (second, split)):
             own = range(max(rows.start - place, 0), min(rows.stop - place, tensor.shape[0]))
             if own:
-                both.append(_numbers(tensor, _saved(tensor).read_raw(own)).float())
-        return torch.cat(both)
+                found.append((tensor, _saved(tensor).read_raw(own)))
+        return found
+
+    def values(rows: range) -> torch.Tensor:
+        return torch.cat([_numbers(tensor, raw).float() for tensor, raw in parts(rows)])
+
+    def saved_rows(rows: range) -> torch.Tensor:
+        return torch.cat([raw for _, raw in parts(rows)])
 
     raw = {"first": _saved(first), "second": _saved(second)}
-    return _stored(first, raw, values, (split + second.shape[0], *first.shape[1:]))
+    stored = _stored(first, raw, values, (split + second.shape[0], *first.shape[1:]))
+    is_alike = first.format == second.format and not first.format.is_plain
+    return replace(stored, saved_rows=saved_rows) if is_alike else stored
 
 
 def _stored(
