@@ -112,9 +112,13 @@ AttentionInput input_of(const VarlenAttentionParams& p) {
 cpu::AttentionKernels cpu::choose_attention(Isa isa, DType dtype) {
     AttentionKernels kernels{};
 #if defined(__x86_64__)
-    const bool has_dot = has(isa, Isa::avx512_bf16) && !has(isa, Isa::slow_bf16_dot);
-    if (has_dot) kernels = attention_avx512bf16(dtype);  // else rows are widened to f32
-    if (kernels.attend == nullptr && has(isa, Isa::avx512)) kernels = attention_avx512(dtype);
+    if (has(isa, Isa::avx512)) kernels = attention_avx512(dtype);
+    if (has(isa, Isa::avx512_bf16) && dtype == DType::bf16) {
+        const auto widened = kernels.attend;
+        kernels = attention_avx512bf16(dtype);
+        // Decode steps wait for memory, whatever multiplies.
+        if (has(isa, Isa::slow_bf16_dot)) kernels.attend = widened;
+    }
     if (kernels.attend == nullptr && has(isa, Isa::avx2)) kernels = attention_avx2(dtype);
 #elif defined(__aarch64__)
     if (has(isa, Isa::neon_bf16)) kernels = attention_neonbf16(dtype);
