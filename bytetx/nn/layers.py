@@ -12,7 +12,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import Convolution, neighbors
 from bytetx.nn.kv_cache import KvCache, LayerCache
-from bytetx.nn.layer import LayerWeights, RowPass, Rows
+from bytetx.nn.layer import DenseFeedForward, LayerWeights, RowPass, Rows
 from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import VARLEN_ATTENTION, AttentionCalls, require_bias
 from bytetx.ops.attention_plan import (
@@ -24,9 +24,12 @@ from bytetx.ops.attention_plan import (
 )
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.disentangled import DISENTANGLED_ATTENTION, has_disentangled_kernel, require_span
+from bytetx.ops.gated import GatedWeight
+from bytetx.ops.linear import MAX_FEW_ROWS, LinearWeight
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged import PAGED_ATTENTION, WRITE_KV, PagedCalls
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
+from bytetx.ops.panels import PanelFinder
 from bytetx.ops.rotary_kv import NORM_ROTARY, ROTARY, ROTARY_WRITE_KV, norm_heads
 from bytetx.packed import PackedBatch
 from bytetx.sequence_tree import SequenceTree
@@ -48,6 +51,18 @@ class _Pass(RowPass):
     rotate: Callable[..., None]
     cache: KvCache | None
     on_kv: OnKv | None
+
+
+# To look into what oneDNN has laid out takes as long as some short texts; a model that is loaded
+# for one of them does without.
+_FEW_PASSES = 2
+
+
+def _is_laid_out(layer: LayerWeights) -> bool:
+    """Whether all matrices of a layer are floats that a CPU has laid out."""
+    matrices = [w.fused if isinstance(w, GatedWeight) else w for w in layer.linears]
+    is_dense = isinstance(layer.feed_forward, DenseFeedForward)
+    return is_dense and all(isinstance(w, LinearWeight) and w.is_prepacked for w in matrices)
 
 
 class Layers:
@@ -87,6 +102,7 @@ class Layers:
         self.buckets, self.convolution = buckets, convolution
         self.batch_invariant = batch_invariant
         self._norms_projections = spec.layer_spec.norms_projections
+        self._few_passes = 0
         layer_spec, indices = spec.layer_spec, range(len(self.weights))
         self._scales = [layer_spec.softmax_scale_of(i) for i in indices]
         self._windows = [layer_spec.window_of(i) for i in indices]
@@ -173,6 +189,8 @@ class Layers:
         self._check(batch, cache)
         placement = self.layer_spec.norm_placement
         gather = self.blocks.weight_gather
+        if self._few_passes < _FEW_PASSES and batch.total_tokens <= MAX_FEW_ROWS:
+            self._count_few_rows()
         if gather is not None:
             gather.begin()
         x = rows.enter(embed_tokens())
@@ -207,6 +225,16 @@ class Layers:
         if gather is not None:
             gather.end()
         return rows.gather(h)
+
+    def _count_few_rows(self) -> None:
+        """Count a pass of few rows; from the last that counts on they run faster, if they can."""
+        self._few_passes += 1
+        if self._few_passes == _FEW_PASSES:
+            finder = PanelFinder()
+            self.weights = [
+                layer.converted(finder.with_few_rows) if _is_laid_out(layer) else layer
+                for layer in self.weights
+            ]
 
     def _sums(self, x: torch.Tensor) -> torch.Tensor:
         """The sums that x stands for, which the layers divide by residual_multiplier."""

@@ -1,6 +1,6 @@
 """Gated linear layers (GEGLU, SwiGLU): act(x @ gate.T) * (x @ up.T) in one product."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,17 +35,17 @@ GATE_ROWS = Operation("gate_rows")
 class GatedWeight:
     """fused: rows of gates and of values in turn, `block` of each: [2 * n, k].
 
+    has_kernel: whether the Hopper kernels take it; x must be aligned as well.
     Other members: as of bytetx.ops.weight.Weight.
     """
 
     fused: Weight
     n: int
     block: int
+    has_kernel: bool = field(init=False)
 
-    @property
-    def has_kernel(self) -> bool:
-        """Whether the Hopper kernels take it; x must be aligned as well."""
-        return self.fused.has_kernel and self.block == BLOCK
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_kernel", self.fused.has_kernel and self.block == BLOCK)
 
     @property
     def k(self) -> int:

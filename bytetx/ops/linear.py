@@ -1,7 +1,7 @@
 """Linear layers on packed rows: our kernels on Hopper GPUs and CPUs, or oneDNN."""
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, TypeVar
@@ -52,6 +52,15 @@ _ONEDNN_ACTIVATIONS = {
     "silu": ("swish", ""),
     "tanh": ("tanh", ""),
 }
+# At most so many rows run with oneDNN's weight by our kernel, where that has its bits. Above, our
+# kernel is no faster.
+MAX_FEW_ROWS = 12
+# The activations that torch has with the bits of oneDNN's, which it calls.
+_FEW_ROWS_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "gelu": torch.nn.functional.gelu,
+    "relu": torch.relu,
+}
 _CPU_KERNELS = {torch.float32: f32_linear, torch.bfloat16: bf16_linear}
 
 # Shape class: a weight's layout ("plain", "oneDNN's", our "panels"), its dtype, whether the
@@ -66,6 +75,8 @@ class LinearWeight:
 
     has_kernel: whether the Hopper kernel takes it; x and residual must be aligned as well.
     batch_invariant: a row's bits do not depend on the other rows, nor on how many there are.
+    few_rows: runs at most MAX_FEW_ROWS rows of a weight in oneDNN's layout, with the same bits; see
+    PanelFinder.with_few_rows.
     backend: LINEAR's for all products with it.
     Other members: as of bytetx.ops.weight.Weight.
     """
@@ -81,9 +92,12 @@ class LinearWeight:
     has_kernel: bool
     batch_invariant: bool = False
     sum_bias: Tensor | None = None
+    few_rows: native.PanelProduct | None = field(default=None, compare=False, repr=False)
     backend: Backend = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.few_rows is not None and self.few_rows.panels.bias is not self.bias:
+            object.__setattr__(self, "few_rows", None)  # another bias was given
         calls = (self._layout, self.dtype, self.has_kernel, self.batch_invariant)
         object.__setattr__(self, "backend", LINEAR.choose(self.weight.device, *calls))
 
@@ -366,6 +380,14 @@ def _run_onednn(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor
     m = x.shape[0]
     if m == 0:
         return x.new_empty((0, w.n))
+    if (
+        m <= MAX_FEW_ROWS
+        and w.few_rows is not None
+        and activation in _FEW_ROWS_ACTIVATIONS
+        and not torch.compiler.is_compiling()
+    ):
+        few = _FEW_ROWS_ACTIVATIONS[activation](w.few_rows(x))
+        return few if residual is None else few.add_(residual)
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
     d: Tensor = torch.ops.mkldnn._linear_pointwise(
         _rows_for_onednn(x), w.weight, w.bias, attribute, [], algorithm

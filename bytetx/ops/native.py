@@ -6,6 +6,7 @@ import platform
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.native_modules import load_native
-from bytetx.ops.native_params import CpuStepLayer, Launch
+from bytetx.ops.native_params import CpuStepLayer, Launch, PanelMatrix
 
 logger = logging.getLogger("bytetx")
 
@@ -253,14 +254,53 @@ def launch_args(device: torch.device, isa: str = "auto") -> Launch:
     isa: a key of ISA_CODES; the CPU's kernels run with it instead of the best that there is.
     """
     if device.type != "cuda":
-        return _on_cpu(torch.get_num_threads(), isa)
+        return cpu_launch(torch.get_num_threads(), isa)
     index = torch.cuda.current_device() if device.index is None else device.index
     return Launch(index, torch._C._cuda_getCurrentRawStream(index), 0, 0)
 
 
 @cache
-def _on_cpu(num_threads: int, isa: str) -> Launch:
+def cpu_launch(num_threads: int, isa: str) -> Launch:
+    """launch_args of a CPU, for torch's number of threads."""
     return Launch(device=-1, stream=0, num_threads=num_threads, isa=ISA_CODES[isa])
+
+
+@dataclass(frozen=True, slots=True)
+class PanelProduct:
+    """Products of rows with one matrix in panels, whose kernels are looked up once.
+
+    dtype: of the rows, a code of DTYPE_CODES.
+    """
+
+    panels: PanelMatrix
+    dtype: int
+    kernel: Kernel
+    workspace_bytes: Kernel
+
+    @classmethod
+    def of(cls, panels: PanelMatrix, dtype: torch.dtype) -> "PanelProduct":
+        cpu = torch.device("cpu")
+        kernel = require_kernel("panel_linear", cpu)
+        workspace_bytes = require_kernel("panel_linear_workspace_bytes", cpu)
+        return cls(panels, DTYPE_CODES[dtype], kernel, workspace_bytes)
+
+    def __call__(self, x: Tensor, activation: int = 0, isa: str = "auto") -> Tensor:
+        """As of ops.panel_linear.panel_linear."""
+        m, k = x.shape
+        d = x.new_empty((m, self.panels.n))
+        num_bytes = self.workspace_bytes(m=m, k=k)
+        self.kernel(
+            x=x,
+            d=d,
+            workspace=torch.empty(num_bytes, dtype=torch.uint8),
+            workspace_bytes=num_bytes,
+            m=m,
+            w=self.panels,
+            activation=activation,
+            dtype=self.dtype,
+            launch=cpu_launch(torch.get_num_threads(), isa),
+        )
+        return d
 
 
 def register(

@@ -86,22 +86,7 @@ def panel_linear(x: Tensor, w: PanelMatrix, *, activation: int = 0, isa: str = "
     activation: its index in ops.linear.ACTIVATIONS.  isa: a key of native.ISA_CODES.
     A result depends on its row and output alone, bit for bit.  Returns a new [m, n].
     """
-    m, k = x.shape
-    d = x.new_empty((m, w.n))
-    launch = native.launch_args(_CPU, isa)
-    num_bytes = native.require_kernel("panel_linear_workspace_bytes", _CPU)(m=m, k=k)
-    native.require_kernel("panel_linear", _CPU)(
-        x=x,
-        d=d,
-        workspace=torch.empty(num_bytes, dtype=torch.uint8),
-        workspace_bytes=num_bytes,
-        m=m,
-        w=w,
-        activation=activation,
-        dtype=native.DTYPE_CODES[x.dtype],
-        launch=launch,
-    )
-    return d
+    return native.PanelProduct.of(w, x.dtype)(x, activation, isa)
 
 
 def gate_blocks(both: Tensor, *, n: int, block: int, activation: int, isa: str = "auto") -> Tensor:

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_models import tiny_model
 from tiny import Loaded, load, one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 
 from bytetx.checkpoint.layer_spec import LayerSpec
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.linear import LinearWeight
+from bytetx.ops.panels import PanelFinder
 from bytetx.packed import split
 
 LENGTHS = [1, 30, 7, 40]
@@ -57,3 +60,26 @@ def test_an_encoder_takes_no_cache(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cache must be None"):
         encoder.transformer.forward(batch, cache=object())
     assert len(split(encoder.transformer.forward(batch), batch)) == 1
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "qwen3", "gpt2"])
+def test_short_texts_keep_the_bits_of_a_batch_from_the_first_to_the_last(
+    name: str, tmp_path: Path
+) -> None:
+    """Passes of few rows go another way from the second one on."""
+    model = tiny_model("bert") if name == "bert" else tiny_decoder(name)
+    loaded = load(save(model, tmp_path))
+    ids = random_ids([9, 40, 3, 30, 12, 1])
+    wanted = loaded.rows(ids)
+    for _ in range(3):
+        for sequence, rows in zip(ids, wanted, strict=True):
+            assert torch.equal(loaded.rows([sequence])[0], rows)
+    weights = loaded.transformer.layers.weights
+    matrices = [getattr(w, "fused", w) for layer in weights for w in layer.linears]
+    is_known = PanelFinder().find(matrices[0]) is not None and not has_panels(matrices[0])
+    assert any(w.few_rows is not None for w in matrices) == is_known
+
+
+def has_panels(w: LinearWeight) -> bool:
+    """Whether our kernel runs any number of rows."""
+    return w.weight.dtype == torch.int32

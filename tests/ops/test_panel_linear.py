@@ -1,12 +1,14 @@
 """Products with weights in panels, and gates: against float64, and the bits of their rows."""
 
+from dataclasses import replace
+
 import cpu_kernels
 import pytest
 import torch
 
 from bytetx.ops.bf16_linear import bf16_linear
 from bytetx.ops.gated import BLOCK
-from bytetx.ops.linear import ACTIVATIONS, has_fixed_bf16, prepare_linear
+from bytetx.ops.linear import ACTIVATIONS, MAX_FEW_ROWS, has_fixed_bf16, prepare_linear
 from bytetx.ops.native_params import PanelMatrix
 from bytetx.ops.panel_linear import (
     WORDS,
@@ -146,6 +148,27 @@ def test_panels_of_a_prepacked_weight_give_its_bits(
             else:  # oneDNN's own bits depend on m
                 assert (got - wanted).norm() < 0.01 * wanted.norm()
     assert finder.find(prepare_linear(weight, bias, prepack=False)) is None
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_few_rows_of_a_prepacked_weight_have_the_bits_of_many(has_bias: bool) -> None:
+    x, weight, bias = operands(40, 96, 1100, torch.float32)
+    w = prepare_linear(weight, bias if has_bias else None, prepack=True)
+    few = PanelFinder().with_few_rows(w)
+    if w.weight.dtype == torch.int32:  # our kernel runs all rows
+        assert few is w
+        return
+    residual = torch.randn(40, 96)
+    for activation in ACTIVATIONS:
+        wanted = w.matmul(x, activation=activation)
+        for m in range(MAX_FEW_ROWS + 2):
+            assert torch.equal(few.matmul(x[:m], activation=activation), wanted[:m])
+            added = few.matmul(x[:m], activation=activation, residual=residual[:m])
+            assert torch.equal(added, wanted[:m] + residual[:m])
+    if few.few_rows is not None:
+        other = replace(few, bias=bias + 1)
+        assert other.few_rows is None
+        assert torch.equal(other.matmul(x[:3]), other.matmul(x)[:3])
 
 
 def test_panels_have_the_bits_of_the_kernel_for_many_rows() -> None:
