@@ -1,4 +1,4 @@
-"""What `bytetx bench` measures and prints: engines in this process, and a server over HTTP."""
+"""Measures and prints the speed of engines in this process, and of a server over HTTP."""
 
 import http.client
 import json
