@@ -205,7 +205,7 @@ def test_the_command_line_tells_of_a_lost_device_in_one_line(
     def app(*args: object, **options: object) -> None:
         raise faults.lost_error(RuntimeError("CUDA error: unspecified\nmore"), 3, CUDA)
 
-    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.setattr(cli, "_named", lambda arguments: app)
     with pytest.raises(SystemExit, match="1"):
         cli.main(["info"])
     lines = capsys.readouterr().err.splitlines()
