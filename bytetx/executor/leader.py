@@ -43,6 +43,7 @@ from bytetx.nn.loading import (
     LoadedCheckpoint,
     load_checkpoint,
     load_spec,
+    overflows_float16,
     resolve_device,
     resolve_dtype,
     saved_dtype,
@@ -89,7 +90,8 @@ def load_sharded(
     device = _device_of_rank_0(device, grid)
     spec = load_spec(folder, families)
     check_grid(spec, grid)  # a model that cannot be sharded is refused before ranks start
-    dtype = resolve_dtype(dtype, device, saved=saved_dtype(folder, spec))
+    overflows, saved = overflows_float16(spec), saved_dtype(folder, spec)
+    dtype = resolve_dtype(dtype, device, saved=saved, overflows_float16=overflows)
     shared_bytes = 0
     # Kernels over the peers' memory are for ranks that are all on y.
     if shares_memory and grid.is_y_alone and device.type == "cuda" and dtype in DTYPE_NAMES:

@@ -15,6 +15,7 @@ from bytetx.nn.loading import (
     default_token_budget,
     load_checkpoint,
     load_spec,
+    overflows_float16,
     resolve_device,
     resolve_dtype,
     saved_dtype,
@@ -133,7 +134,8 @@ def _planned_grid(
     shape = shape_of(spec)
     most = spec.max_positions // (2 if shape.has_lm_head else 1)
     tokens = max(1, min(_AUTO_TOKENS, most))
-    resolved = resolve_dtype(dtype, placed, saved=saved_dtype(folder, spec))
+    overflows, saved = overflows_float16(spec), saved_dtype(folder, spec)
+    resolved = resolve_dtype(dtype, placed, saved=saved, overflows_float16=overflows)
     planned = plan(
         shape,
         machine=machine,

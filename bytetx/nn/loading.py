@@ -63,6 +63,8 @@ from bytetx.runtime.forking import check_device_after_fork
 
 logger = logging.getLogger("bytetx")
 
+_BF16_CAPABILITY = (8, 0)  # Ampere
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of texts that no transformer reads.
 NO_LIMIT = 1 << 30
@@ -217,7 +219,8 @@ def _load(
     tokenizer = _load_tokenizer(sentence, spec)
     weights = _open_weights(sentence, spec, head, decisions.adapter, on_tensor=on_tensor)
     quantization = wanted_quantization(dtype, spec, device)
-    dtype = resolve_dtype(dtype, device, saved=_preferred_dtype(spec, weights.dtype))
+    saved = _preferred_dtype(spec, weights.dtype)
+    dtype = resolve_dtype(dtype, device, saved=saved, overflows_float16=overflows_float16(spec))
     bits, parts = held_bits(quantization, spec), _num_parts(spec, blocks)
     check_fits(weights.num_parameters, dtype, device, parts=parts, bits=bits)
     adapters = read_task_adapters(sentence.folder, config, weights, spec)
@@ -479,6 +482,11 @@ def _preferred_dtype(spec: ModelSpec, saved: torch.dtype) -> torch.dtype:
     return DTYPES.get(spec.half_dtype, saved)
 
 
+def overflows_float16(spec: ModelSpec) -> bool:
+    """Whether the family's hidden states are beyond float16's range."""
+    return spec.half_dtype == "bfloat16"
+
+
 def load_shard(
     folder: Path,
     blocks: Blocks,
@@ -568,7 +576,9 @@ def _load_model(
 
 def check_placement(device: str, dtype: str) -> None:
     """Raises OptionError where no checkpoint could be loaded with these."""
-    resolve_dtype(dtype, resolve_device(device), saved=torch.float32)
+    resolve_device(device)
+    # For no device in particular: this process may yet fork, and a GPU is not asked before that.
+    resolve_dtype(dtype, torch.device("meta"), saved=torch.float32)
 
 
 def default_device() -> str:
@@ -601,10 +611,16 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def resolve_dtype(
-    dtype: str | torch.dtype, device: torch.device, *, saved: torch.dtype
+    dtype: str | torch.dtype,
+    device: torch.device,
+    *,
+    saved: torch.dtype,
+    overflows_float16: bool = False,
 ) -> torch.dtype:
     """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16.
 
+    On a GPU before Ampere, which has no bfloat16, it is float16, or float32 for a model that
+    overflows it, and bfloat16 raises OptionError.
     "fastest" is bfloat16 on a CPU that multiplies it faster than float32, elsewhere as "auto".
     The same holds for everything but the GEMMs with "fp8"; with "int8" and "int4" it is bfloat16
     where the CPU computes with it.
@@ -615,6 +631,8 @@ def resolve_dtype(
     if dtype in ("auto", "fastest") or weight_format is not None:
         if device.type == "cpu":
             return torch.bfloat16 if dtype == "fastest" and is_bf16_faster() else torch.float32
+        if saved == torch.bfloat16 and _why_no_bf16(device) is not None:
+            return torch.float32 if overflows_float16 else torch.float16
         return saved if saved in (torch.float16, torch.bfloat16) else torch.float16
     resolved = dtype
     if isinstance(dtype, str):
@@ -624,7 +642,20 @@ def resolve_dtype(
         raise OptionError(
             f"dtype must be auto, fastest, {', '.join(known)} or {last}, got {shown(dtype)}"
         )
+    reason = _why_no_bf16(device) if resolved == torch.bfloat16 else None
+    if reason is not None:
+        raise OptionError(f"dtype bfloat16 cannot run on {device}: {reason}; use auto or float16")
     return resolved
+
+
+def _why_no_bf16(device: torch.device) -> str | None:
+    """torch emulates bfloat16 on GPUs before Ampere, many times slower than float32."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= _BF16_CAPABILITY:
+        return None
+    return f"GPUs compute with it from sm_80 on, and this one is sm_{major}{minor}"
 
 
 def _cross_encoder_activation(config: Mapping[str, Any]) -> str | None:

@@ -41,7 +41,11 @@ def _lookup(device_type: str, index: int | None) -> ModuleType | str:
         return "the Triton kernels were not tried on ROCm"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) < LEAST_CAPABILITY:
-        return f"the Triton kernels are for sm_80 and later, and this GPU is sm_{major}{minor}"
+        # Triton compiles products for sm_75 without its tensor cores: torch's are faster.
+        return (
+            "the Triton kernels are for sm_80 and later, whose tensor cores Triton uses, and this "
+            f"GPU is sm_{major}{minor}"
+        )
     if find_spec("triton") is None:
         return "Triton is not installed: run `pip install triton`"
     return _try_out(device)

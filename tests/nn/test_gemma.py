@@ -13,7 +13,7 @@ from tiny_decoders import DECODERS, WINDOW, expected, tiny_decoder
 import bytetx
 from bytetx.checkpoint.files import load_config
 from bytetx.checkpoint.spec import build_spec
-from bytetx.errors import CheckpointError, InputError
+from bytetx.errors import CheckpointError, InputError, OptionError
 from bytetx.nn.loading import resolve_dtype, saved_dtype
 
 TOLERANCE = 1e-4  # of the issue: last hidden states in fp32
@@ -158,6 +158,22 @@ def test_auto_is_bfloat16_on_a_gpu(name: str, tmp_path: Path) -> None:
     saved = saved_dtype(folder, build_spec(load_config(folder)))
     assert resolve_dtype("auto", torch.device("cuda"), saved=saved) == torch.bfloat16
     assert resolve_dtype("auto", torch.device("cpu"), saved=saved) == torch.float32
+
+
+def test_gpus_before_ampere_take_float16_and_refuse_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    gpu, saved = torch.device("cuda", 0), torch.bfloat16
+    assert resolve_dtype("auto", gpu, saved=saved) == torch.float16
+    assert resolve_dtype("auto", gpu, saved=torch.float32) == torch.float16
+    assert resolve_dtype("auto", gpu, saved=saved, overflows_float16=True) == torch.float32
+    assert resolve_dtype("fp16", gpu, saved=saved) == torch.float16
+    with pytest.raises(OptionError, match=r"bfloat16 cannot run on cuda:0: .* sm_75; use auto"):
+        resolve_dtype("bf16", gpu, saved=saved)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    assert resolve_dtype("bf16", gpu, saved=saved) == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

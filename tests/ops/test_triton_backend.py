@@ -93,7 +93,8 @@ def test_why_triton_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (7, 5))
     with native.without_kernels("cuda"):
         assert why_no_triton(gpu) == (
-            "the Triton kernels are for sm_80 and later, and this GPU is sm_75"
+            "the Triton kernels are for sm_80 and later, whose tensor cores Triton uses, and this "
+            "GPU is sm_75"
         )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (8, 6))
     monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
