@@ -8,6 +8,7 @@
 #include "comm_ops.h"
 #include "decode_step_ops.h"
 #include "gate_ops.h"
+#include "grouped_ops.h"
 #include "linear_norm_ops.h"
 #include "maxsim_ops.h"
 #include "padding_ops.h"
@@ -88,6 +89,8 @@ void bind_cuda(py::module_& m) {
     m.def("fp8_linear_tilings",
           [] { return list_tilings(num_fp8_linear_tilings(), fp8_linear_tiling); });
     bind<&fp8_linear>(m, "fp8_linear");
+    bind<&grouped_linear>(m, "grouped_linear");
+    bind<&grouped_rows>(m, "grouped_rows");
     bind<&quantize_rows>(m, "quantize_rows");
     bind<&argmax>(m, "argmax");
     bind<&sample>(m, "sample");

@@ -102,6 +102,7 @@ struct Atoms;
         using Smem = cute::SM90::GMMA::MMA_64x##n##x32_F32E4M3E4M3_SS_TN<>;                        \
     };
 
+BYTETX_ATOMS(8)
 BYTETX_ATOMS(16)
 BYTETX_ATOMS(32)
 BYTETX_ATOMS(64)

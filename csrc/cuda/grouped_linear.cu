@@ -1,0 +1,130 @@
+// Linear layers whose weights are codes of 8 or 4 bits in groups of 32 features.
+//
+//   d = act(x w^T + bias) + residual        x [m, k], d [m, n], f16 or bf16, f32 sums
+//   d = act(x gates^T) * (x values^T)
+//
+// Weights are the 64 rows that wgmma takes from registers, tokens its columns: a warp decodes its
+// 16 outputs of a block, 32 numbers a lane, while the products of the block before run, and no
+// weight goes back to memory. A CTA has 128 outputs and 8 to 128 tokens; one warp copies blocks and
+// rows of x into a ring, the codes of the first stages before the prior kernel has ended. Where
+// tiles are few, up to eight CTAs of a cluster share k and add up their sums, in the order of k,
+// through distributed shared memory. Bytes: codes and numbers once for every 128 tokens (from HBM
+// once), 5 or 8.5 bits a weight. Few tokens are bound by HBM, many by decoding and the matrix unit.
+//
+// grouped_rows() writes the matrix, or rows of it, for products of many tokens and for word tables.
+#include <stdexcept>
+#include <string>
+
+#include "common/check.cuh"
+#include "common/row.cuh"
+#include "cuda/grouped_linear_launch.cuh"
+
+namespace bytetx {
+namespace {
+
+constexpr int kRowThreads = 256;
+constexpr int kEight = 8;  // features of a thread
+
+template <typename T, int kBits>
+__global__ void __launch_bounds__(kRowThreads) grouped_rows_kernel(const GroupedRowsParams p) {
+    using C = grouped::Codes<kBits>;
+    // The next kernel is not released: the rows may be a weight to it, which GEMMs load before they
+    // wait.
+    wait_for_prior_kernel();
+    const int64_t pieces = p.k / kEight;
+    const int64_t at = int64_t{blockIdx.x} * kRowThreads + threadIdx.x;
+    if (at >= p.num_rows * pieces) return;
+    const int64_t row = at / pieces, feature = at % pieces * kEight;
+    const int64_t output = p.indices != nullptr ? p.indices[row] : row;
+    uint32_t words[4];
+    if (output < 0 || output >= p.n) {
+        words[0] = words[1] = words[2] = words[3] = 0x7fff7fff;  // NaN
+    } else {
+        const int64_t blocks_k = (p.k + grouped::kBlockFeatures - 1) / grouped::kBlockFeatures;
+        const uint8_t* block = p.codes + (output / grouped::kBlockOutputs * blocks_k +
+                                          feature / grouped::kBlockFeatures) *
+                                             C::kBytes;
+        const int strip =
+            static_cast<int>(output % grouped::kBlockOutputs) / grouped::kStripOutputs;
+        const int r = static_cast<int>(output % grouped::kStripOutputs), is_second = r / 8;
+        const int group = static_cast<int>(feature / grouped::kGroup) % 2;
+        const int pair = static_cast<int>(feature / kEight) % 4;
+        const uint8_t* numbers =
+            block + C::kNumbersAt +
+            ((strip * 8 + r % 8) * 4 + group * 2 + is_second) * C::kNumberBytes;
+        const float factor = p.factor[output];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            const int lane = r % 8 * 4 + t;
+            uint32_t word;
+            const auto* codes = reinterpret_cast<const uint32_t*>(block + strip * C::kStripBytes);
+            if constexpr (kBits == 4) {
+                word = grouped::weights_of4<T>(codes[lane * 4 + group * 2 + is_second], pair,
+                                               *reinterpret_cast<const uint32_t*>(numbers));
+            } else {
+                word = grouped::weights_of8<T>(
+                    codes[(group * 32 + lane) * 4 + is_second * 2 + pair / 2], pair,
+                    *reinterpret_cast<const uint16_t*>(numbers), false);
+            }
+            const float2 two = gemm::unpack(word, T{});
+            words[t] = gemm::pack(two.x * factor, two.y * factor, T{});
+        }
+    }
+    static_cast<uint4*>(p.out)[at] = {words[0], words[1], words[2], words[3]};
+    __threadfence();
+    asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA will read them
+}
+
+void check_codes(int32_t bits, DType dtype) {
+    if (dtype == DType::f32 || (bits != 4 && bits != 8)) {
+        throw std::invalid_argument("codes have 4 or 8 bits and rows are f16 or bf16, got " +
+                                    std::to_string(bits) + " bits");
+    }
+}
+
+void check_sizes(const char* op, int64_t m, int64_t n, int64_t k) {
+    if (m >= 0 && m <= INT32_MAX && n > 0 && n <= INT32_MAX / 64 && k > 0 && k % kEight == 0 &&
+        k <= INT32_MAX) {
+        return;
+    }
+    throw std::invalid_argument(std::string(op) +
+                                " needs 0 <= m < 2^31, 0 < n < 2^25 and k > 0 with k % 8 == 0; "
+                                "got " +
+                                std::to_string(m) + ", " + std::to_string(n) + ", " +
+                                std::to_string(k));
+}
+
+}  // namespace
+
+void grouped_linear(const GroupedLinearParams& p, const Launch& launch) {
+    check_codes(p.bits, p.dtype);
+    check_sizes("grouped_linear", p.m, p.n, p.k);
+    if (p.gated && (p.n % 64 != 0 || p.residual != nullptr)) {
+        throw std::invalid_argument("gated rows have n % 64 == 0 and no residual, got n = " +
+                                    std::to_string(p.n));
+    }
+    if (p.m == 0) return;
+    const DeviceGuard guard(launch.device);
+    const auto stream = static_cast<cudaStream_t>(launch.stream);
+    p.dtype == DType::f16 ? grouped::launch_grouped<Half>(p, stream)
+                          : grouped::launch_grouped<BFloat16>(p, stream);
+    BYTETX_CUDA_CHECK(cudaGetLastError());
+}
+
+void grouped_rows(const GroupedRowsParams& p, const Launch& launch) {
+    check_codes(p.bits, p.dtype);
+    check_sizes("grouped_rows", p.num_rows, p.n, p.k);
+    if (p.num_rows == 0) return;
+    const DeviceGuard guard(launch.device);
+    const int64_t ctas = (p.num_rows * (p.k / kEight) + kRowThreads - 1) / kRowThreads;
+    const LaunchShape shape{dim3(static_cast<unsigned>(ctas)), dim3(kRowThreads), 0,
+                            static_cast<cudaStream_t>(launch.stream)};
+    const auto run = [&]<typename T>() {
+        launch_kernel(p.bits == 4 ? grouped_rows_kernel<T, 4> : grouped_rows_kernel<T, 8>, shape,
+                      p);
+    };
+    p.dtype == DType::f16 ? run.template operator()<Half>() : run.template operator()<BFloat16>();
+    BYTETX_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace bytetx
