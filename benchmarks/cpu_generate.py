@@ -85,7 +85,7 @@ def measure_llama(
 
 
 def gguf_cases(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Of a GGUF file's model in int4: (prompts, tokens of each, new tokens of each) by case."""
+    """A GGUF file's model in int4: (prompts, tokens of each, new tokens of each) by case."""
     name = path.resolve().stem
     return {
         f"{name}-int4-prefill-512": (1, 512, 1),

@@ -56,7 +56,7 @@ def _slices(tensor: Tensor) -> Callable[[range], Tensor]:
 
 
 def _reader(stored: StoredTensor) -> Callable[[range], Tensor]:
-    """Of a range of rows -> their numbers in a floating dtype."""
+    """Reads a range of rows as numbers in a floating dtype."""
     if not isinstance(stored, DecodedTensor):
         return lambda rows: stored.read(part=Part(0, (rows,)))
     return _slices(stored.read(torch.float32)) if stored.is_whole else stored.decode

@@ -292,7 +292,7 @@ inline void round_q6_k(const uint8_t* blocks, int64_t groups, uint8_t* row) {
     });
 }
 
-// Of Q4_K's 8 scales and 8 minima of 6 bits in 12 bytes, those of one group.
+// One group's of the 8 scales and 8 minima, 6 bits each, in 12 bytes of Q4_K.
 inline void six_bits(const uint8_t* packed, int group, int& scale, int& low) {
     if (group < 4) {
         scale = packed[group] & 63;
