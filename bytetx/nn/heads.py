@@ -11,7 +11,7 @@ from bytetx.checkpoint.spec import HeadSpec, ModelSpec
 from bytetx.errors import CheckpointError
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.tensors import TensorLoader
-from bytetx.ops.grouped_linear import GroupedWeight
+from bytetx.ops.coded_linear import CodedWeight
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.log_softmax import log_softmax
 from bytetx.ops.norm import RowNorm
@@ -109,7 +109,7 @@ class LmHead:
     labels: the rows of tokens that questions are answered by.
     """
 
-    decoder: LinearWeight | GroupedWeight
+    decoder: LinearWeight | CodedWeight
     vocab_size: int
     blocks: Blocks | None = None
     divisor: float = 1.0
@@ -137,8 +137,7 @@ class LmHead:
         return torch.cat([_columns(self.forward(some), token_ids) for some in pieces])
 
     def _run(self, rows: torch.Tensor) -> torch.Tensor:
-        w = self.decoder
-        logits = w.matmul(rows) if isinstance(w, GroupedWeight) else linear(rows, w)
+        logits = self.decoder.matmul(rows)
         if self.divisor != 1.0:
             logits /= self.divisor
         if self.softcap:
@@ -312,7 +311,7 @@ def load_lm(
     load: TensorLoader,
     *,
     word: torch.Tensor,
-    coded: GroupedWeight | None = None,
+    coded: CodedWeight | None = None,
     blocks: Blocks | None = None,
     label_ids: Sequence[int] = (),
 ) -> LmHead | None:
@@ -357,7 +356,7 @@ def _lm_head(
     head: HeadSpec,
     *,
     word: torch.Tensor,
-    coded: GroupedWeight | None,
+    coded: CodedWeight | None,
     blocks: Blocks | None,
 ) -> LmHead:
     assert head.decoder  # families say so
@@ -383,15 +382,15 @@ def _coded_decoder(
     spec: ModelSpec,
     load: TensorLoader,
     head: HeadSpec,
-    coded: GroupedWeight,
+    coded: CodedWeight,
     bias: torch.Tensor | None,
-) -> GroupedWeight:
+) -> CodedWeight:
     """A head of as many bits as the word embedding, whose memory a tied one shares."""
     assert head.decoder
     if head.decoder in load.tensors:
         shape = (spec.vocab_size, spec.embedding_size)
         saved = load.grouped(head.decoder, shape, bits=coded.bits)
-        is_tied = spec.tie_word_embeddings and torch.equal(saved.strips, coded.strips)
+        is_tied = spec.tie_word_embeddings and torch.equal(saved.codes, coded.codes)
         coded = coded if is_tied else saved
     return replace(coded, bias=bias)
 

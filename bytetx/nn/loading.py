@@ -626,10 +626,11 @@ def resolve_dtype(
     where the CPU computes with it.
     """
     weight_format = WEIGHT_FORMATS.get(dtype) if isinstance(dtype, str) else None
-    if weight_format is not None and weight_format.dtype is not None:
+    is_cpu = device.type == "cpu"
+    if is_cpu and weight_format is not None and weight_format.dtype is not None:
         return weight_format.dtype()
     if dtype in ("auto", "fastest") or weight_format is not None:
-        if device.type == "cpu":
+        if is_cpu:
             return torch.bfloat16 if dtype == "fastest" and is_bf16_faster() else torch.float32
         if saved == torch.bfloat16 and _why_no_bf16(device) is not None:
             return torch.float32 if overflows_float16 else torch.float16

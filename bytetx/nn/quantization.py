@@ -10,7 +10,8 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
 from bytetx.nn import fp8, int8
 from bytetx.nn.layer import LayerWeights
-from bytetx.ops.grouped_linear import GroupedWeight, prepare_grouped_linear
+from bytetx.ops import native
+from bytetx.ops.coded_linear import CodedWeight, prepare_coded_linear
 from bytetx.ops.linear import LinearWeight
 from bytetx.ops.panel_linear import why_no_panels
 
@@ -21,7 +22,7 @@ class WeightFormat:
 
     check: raises OptionError where a model's layers cannot run so on a device.
     quantize: (a layer with plain weights, whether it is the last one) -> the layer.
-    dtype: of everything else; None: as of "auto".
+    dtype: of everything else on a CPU; None, and on a GPU: as of "auto".
     table: (the word table or a head over the vocabulary) -> what is kept of it; None: it stays.
     bits: of most parameters in memory; None: those of dtype.
     coded_bits, table_bits: of codes in groups that layers, and the table, are read in on a CPU, so
@@ -31,7 +32,7 @@ class WeightFormat:
     check: Callable[[ModelSpec, torch.device], None]
     quantize: Callable[[LayerWeights, bool], LayerWeights]
     dtype: Callable[[], torch.dtype] | None = None
-    table: Callable[[LinearWeight], GroupedWeight] | None = None
+    table: Callable[[LinearWeight], CodedWeight] | None = None
     bits: float | None = None
     coded_bits: int | None = None
     table_bits: int | None = None
@@ -41,17 +42,18 @@ FP8, INT8, INT4 = "fp8", "int8", "int4"
 
 
 def _check_groups(name: str, spec: ModelSpec, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise OptionError(f"dtype {name} runs on CPUs, not on {device}; use float16 or bfloat16")
     if spec.experts is not None:
         raise OptionError(f"dtype {name} is not for the experts of {spec.family}; use bfloat16")
-    reason = why_no_panels()
+    if device.type == "cpu":
+        reason, other = why_no_panels(), "float32"
+    else:
+        reason, other = native.why_no_kernel("grouped_linear", device), "bfloat16"
     if reason is not None:
-        raise OptionError(f"dtype {name} cannot run on this machine: {reason}; use float32")
+        raise OptionError(f"dtype {name} cannot run on {device}: {reason}; use {other}")
 
 
 def _in_groups(layer: LayerWeights, is_last: bool, *, bits: int) -> LayerWeights:
-    return layer.converted(partial(prepare_grouped_linear, bits=bits))
+    return layer.converted(partial(prepare_coded_linear, bits=bits))
 
 
 _INT4 = WeightFormat(
@@ -69,7 +71,7 @@ WEIGHT_FORMATS = {
 # Rows of causal models have a few features that are hundreds of times larger than the others, which
 # one scale a row does not hold: these have scales of groups. Table and head keep 8 bits, because
 # every token's result depends on them directly.
-_TABLE = partial(prepare_grouped_linear, bits=8)
+_TABLE = partial(prepare_coded_linear, bits=8)
 _CAUSAL = {
     INT8: WeightFormat(
         partial(_check_groups, INT8),

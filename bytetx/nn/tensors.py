@@ -13,9 +13,10 @@ from bytetx.checkpoint.saved_tensor import Part, take_part
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError
 from bytetx.nn.coded_tensors import read_coded
+from bytetx.ops.coded_linear import CodedWeight, prepare_coded_linear
 from bytetx.ops.coded_rows import GROUP, are_finite, features_of
 from bytetx.ops.gated import GatedWeight, gate_block, in_turn, prepare_gated
-from bytetx.ops.grouped_linear import GroupedWeight, grouped_from_rows, prepare_grouped_linear
+from bytetx.ops.grouped_linear import grouped_from_rows
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.norm import NORMS, RowNorm
 from bytetx.ops.weight import Weight
@@ -43,7 +44,8 @@ class TensorLoader:
         """
         self.tensors, self.dtype, self.device, self.prepack = tensors, dtype, device, prepack
         self.shares, self.batch_invariant = shares, batch_invariant
-        self.bits: int | None = None  # of codes that matrices are read in, as rows of them
+        # Matrices are read as rows of codes of so many bits; None: as floats.
+        self.bits: int | None = None
 
     def plain(self) -> "TensorLoader":
         """The same loader, whose linear layers are not laid out for a CPU."""
@@ -106,13 +108,13 @@ class TensorLoader:
             raise _not_finite(name, torch.float32)
         return rows
 
-    def grouped(self, name: str, shape: tuple[int, int], *, bits: int) -> GroupedWeight:
+    def grouped(self, name: str, shape: tuple[int, int], *, bits: int) -> CodedWeight:
         """A matrix in groups of features, without a bias."""
-        if shape[1] % GROUP == 0:
+        if shape[1] % GROUP == 0 and torch.device(self.device).type == "cpu":
             rows = self.coded(bits).matrix(name, shape)
             return grouped_from_rows(rows, None, shape[1], bits, dtype=self.dtype)
         weight = prepare_linear(self.tensor(name, shape), prepack=False)
-        return prepare_grouped_linear(weight, bits=bits)
+        return prepare_coded_linear(weight, bits=bits)
 
     def _read(self, name: str, part: Part | None) -> tuple[tuple[int, ...], torch.Tensor]:
         """(shape of the complete tensor, the part of it)"""

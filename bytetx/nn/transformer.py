@@ -22,8 +22,8 @@ from bytetx.nn.layers import Layers, OnKv, OnLayer, Pause
 from bytetx.nn.quantization import weight_format
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
+from bytetx.ops.coded_linear import CodedWeight
 from bytetx.ops.embedding import embed
-from bytetx.ops.grouped_linear import GroupedWeight
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged_plan import launches_by_sizes
@@ -39,7 +39,7 @@ class EmbeddingWeights:
     norm: RowNorm | None
     project: LinearWeight | None  # embedding_size -> hidden_size
     word_adapter: "WordAdapter | None" = None
-    coded: GroupedWeight | None = None  # the word table in 8 bits
+    coded: CodedWeight | None = None  # the word table in 8 bits
 
     def word_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         """word[input_ids], of codes or with an adapter; [total_tokens, embedding_size]."""
@@ -364,7 +364,7 @@ def _tensor_names(spec: ModelSpec) -> Iterator[str]:
 
 def _coded_table(
     spec: ModelSpec, load: TensorLoader, shard: ModelShard | None, quantization: str | None
-) -> GroupedWeight | None:
+) -> CodedWeight | None:
     """The word table in few bits, where the quantization keeps it so."""
     kept = None if quantization is None else weight_format(quantization, spec)
     if kept is None or kept.table is None or shard is not None:
@@ -380,7 +380,7 @@ def _embedding_weights(
     load: TensorLoader,
     shard: ModelShard | None,
     *,
-    coded: GroupedWeight | None,
+    coded: CodedWeight | None,
 ) -> EmbeddingWeights:
     names, width = spec.embeddings, spec.embedding_size
     token_type = project = norm = None

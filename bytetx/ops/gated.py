@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.check import is_aligned, require_tensor
+from bytetx.ops.grouped_blocks import GroupedBlocks
 from bytetx.ops.linear import (
     ACTIVATIONS,
     DTYPE_NAMES,
@@ -154,6 +155,10 @@ def _product(x: Tensor, w: GatedWeight, activation: str) -> Tensor:
         plan = _plan(x, fused)
         if plan.tiling is not None:
             return run_kernel(x, fused, plan=plan, activation=activation, is_gated=True)
+    if isinstance(w.fused, GroupedBlocks) and w.block == BLOCK:
+        if w.fused.decodes(x.shape[0]):
+            return w.fused.matmul(x, activation=activation, is_gated=True)
+        return _product(x, replace(w, fused=w.fused.written_out()), activation)
     return gate(w.fused.matmul(x), w, activation=activation)
 
 

@@ -45,6 +45,11 @@ class GroupedWeight(QuantizedWeight):
     sum_bias: Tensor | None = None
 
     @property
+    def codes(self) -> Tensor:
+        """All that it holds but factors and biases."""
+        return self.strips
+
+    @property
     def panels(self) -> PanelMatrix:
         """The native call's view of it, into memory that the caller keeps."""
         features = self.strips.shape[1] * GROUP

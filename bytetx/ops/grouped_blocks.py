@@ -1,0 +1,268 @@
+"""Linear layers with weights of 8 or 4 bits in groups of features, which stay so on a GPU.
+
+Rows stay in f16 or bf16. A step of few tokens decodes codes on their way to the matrix unit, so
+that it reads 5 or 8.5 bits a weight; for many tokens the matrix is written out once a product.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bytetx.ops import native
+from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_tensor
+from bytetx.ops.grouped_rounding import (
+    GROUP,
+    OFFSET,
+    Groups,
+    group_values,
+    in_whole_groups,
+    output_factors,
+    require_plain,
+    round_groups,
+)
+from bytetx.ops.linear import ACTIVATIONS, DTYPE_NAMES, LinearWeight, prepare_linear, taken
+from bytetx.ops.registry import Operation
+from bytetx.ops.weight import QuantizedWeight
+
+# Of csrc/cuda/grouped_codes.cuh: outputs and features of a block, and what is in it.
+_OUTPUTS, _FEATURES = 64, 64
+_CHUNK = 1 << 26  # weights that are rounded at a time
+# Tokens from which writing the matrix out and the GEMM of 16-bit weights take less time.
+_MOST_FUSED_TOKENS = 512
+
+# Shape class: dtype and features. run(x, w, *, activation, residual, is_gated) as of GroupedBlocks.
+GROUPED_LINEAR = Operation("grouped_linear", "cuda")
+# Shape class: dtype and features. run(w, indices) as of GroupedBlocks.rows; None: all rows.
+GROUPED_ROWS = Operation("grouped_rows", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedBlocks(QuantizedWeight):
+    """A layer's weight [n, k] of about factor[:, None] * (scale * codes + least) by groups.
+
+    blocks: uint8 [ceil(n / 64), ceil(k / 64), bytes]: codes, scales and, with 4 bits, least values
+    of 64 outputs and 64 features, as csrc/cuda/grouped_codes.cuh says; numbers are of dtype.
+    factor: f32 [n], powers of two.  bias: [n] of dtype, or None.  bits: of a code, 8 or 4.
+    dtype: of rows and results, f16 or bf16.
+    batch_invariant: a row's bits do not depend on the other rows.
+    Other members: as of bytetx.ops.weight.Weight.
+    """
+
+    blocks: Tensor
+    factor: Tensor
+    bias: Tensor | None
+    n: int
+    k: int
+    bits: int
+    dtype: torch.dtype
+    batch_invariant: bool = False
+    sum_bias: Tensor | None = None
+
+    @property
+    def codes(self) -> Tensor:
+        """All that it holds but factors and biases."""
+        return self.blocks
+
+    @property
+    def restored(self) -> Tensor:
+        """The matrix that it stands for, f32 [n, k]."""
+        return group_values(*self._groups(), self.factor)[:, : self.k].contiguous()
+
+    def rows(self, indices: Tensor | None = None) -> Tensor:
+        """Those rows of the matrix, a new [len(indices), k] of dtype; None: all of them.
+
+        The row of an index outside of the matrix is NaN: no host looks at ids on a GPU.
+        """
+        found: Tensor = GROUPED_ROWS.choose(self.blocks.device, self.dtype, self.k).run(
+            self, indices
+        )
+        return found
+
+    def written_out(self) -> LinearWeight:
+        """The layer with a matrix of 16-bit numbers, for one product."""
+        return prepare_linear(
+            self.rows(), self.bias, prepack=False, batch_invariant=self.batch_invariant
+        )
+
+    def shard(
+        self, *, outputs: range | None = None, inputs: range | None = None
+    ) -> "GroupedBlocks":
+        """Raises ValueError for inputs that are not whole groups."""
+        parts = tuple(taken(t, outputs) for t in self._groups())
+        factor, bias = taken(self.factor, outputs), taken(self.bias, outputs)
+        sum_bias, k = taken(self.sum_bias, outputs), self.k
+        if inputs is not None:
+            if inputs.start % GROUP or (inputs.stop % GROUP and inputs.stop != k):
+                raise ValueError(
+                    f"inputs must be whole groups of {GROUP} features, got {inputs.start} to "
+                    f"{inputs.stop}; load the model in bfloat16, or divide it in other parts"
+                )
+            groups = range(inputs.start // GROUP, -(-inputs.stop // GROUP))
+            parts, k = tuple(taken(t, groups, dim=1) for t in parts), len(inputs)
+            bias, sum_bias = None, sum_bias if bias is None else bias
+        blocks = _in_blocks(parts, self.bits, self.dtype)
+        shape = (len(factor), k, self.bits, self.dtype, self.batch_invariant)
+        return GroupedBlocks(blocks, factor, bias, *shape, sum_bias=sum_bias)
+
+    def matmul(
+        self,
+        x: Tensor,
+        *,
+        activation: str = "none",
+        residual: Tensor | None = None,
+        is_gated: bool = False,
+    ) -> Tensor:
+        """is_gated: the gated product of rows of gates and values in turn, 32 of each."""
+        if not is_operand(x, (*x.shape[:1], self.k), self.dtype, self.blocks.get_device()):
+            device = self.blocks.device
+            require_tensor("x", x, shape=(None, self.k), dtypes=(self.dtype,), device=device)
+            require_contiguous("x", x)
+        d: Tensor = GROUPED_LINEAR.choose(self.blocks.device, self.dtype, self.k).run(
+            x, self, activation=activation, residual=residual, is_gated=is_gated
+        )
+        return d
+
+    def decodes(self, m: int) -> bool:
+        """Whether products of m rows decode the codes as they multiply."""
+        backend = GROUPED_LINEAR.choose(self.blocks.device, self.dtype, self.k)
+        return backend.run is _run_kernel and self._is_fused(m)
+
+    def _is_fused(self, m: int) -> bool:
+        return m <= _MOST_FUSED_TOKENS and not self.batch_invariant
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """(codes, numbers) of the blocks, [blocks of n, of k, bytes] and of dtype."""
+        num_bytes = _OUTPUTS * _FEATURES * self.bits // 8
+        return self.blocks[..., :num_bytes], self.blocks[..., num_bytes:].view(self.dtype)
+
+    def _groups(self) -> Groups:
+        """The reverse of _in_blocks."""
+        codes, numbers = self._parts()
+        blocks_n, blocks_k, _ = codes.shape
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), -1)
+            # strip, r, t, group, half, e, i
+            codes = codes.view(blocks_n, blocks_k, 4, 8, 4, 2, 2, 2, 4)
+            codes = codes.permute(0, 2, 6, 3, 1, 5, 8, 4, 7)
+        else:  # strip, group, r, t, half, i, e
+            codes = codes.view(blocks_n, blocks_k, 4, 2, 8, 4, 2, 4, 2)
+            codes = codes.permute(0, 2, 6, 4, 1, 3, 7, 5, 8)
+        rows = codes.reshape(blocks_n * _OUTPUTS, 2 * blocks_k, GROUP)[: self.n].float()
+        # strip, r, group, half, number
+        numbers = numbers.view(blocks_n, blocks_k, 4, 8, 2, 2, -1).permute(0, 2, 5, 3, 1, 4, 6)
+        found = numbers.reshape(blocks_n * _OUTPUTS, 2 * blocks_k, -1)[: self.n].float()
+        scale = found[..., :1]
+        least = -OFFSET * scale if self.bits == 8 else found[..., 1:]
+        groups = -(-self.k // GROUP)
+        return rows[:, :groups], scale[:, :groups], least[:, :groups]
+
+
+def prepare_grouped_blocks(plain: LinearWeight, *, bits: int) -> GroupedBlocks:
+    """A plain weight, f16 or bf16 on a GPU, rounded to 8 or 4 bits in groups of 32 features.
+
+    Raises ValueError for another weight.
+    """
+    require_plain(plain)
+    n, k, dtype = plain.n, plain.k, plain.dtype
+    factor = output_factors(plain.weight)
+    step = max(_CHUNK // max(k, 1) // _OUTPUTS * _OUTPUTS, _OUTPUTS)
+    blocks = []
+    for weight, scale in zip(plain.weight.split(step), factor.split(step), strict=True):
+        rows = in_whole_groups(weight.float() / scale[:, None]).contiguous()
+        blocks.append(_in_blocks(round_groups(rows, bits, numbers=dtype), bits, dtype))
+    shape = (n, k, bits, dtype, plain.batch_invariant)
+    return GroupedBlocks(torch.cat(blocks), factor, plain.bias, *shape, sum_bias=plain.sum_bias)
+
+
+def _takes(device: torch.device, dtype: torch.dtype, features: int) -> bool:
+    return dtype in DTYPE_NAMES and features % 8 == 0
+
+
+@GROUPED_LINEAR.native_kernel("cuda", takes=_takes)
+def _run_kernel(
+    x: Tensor, w: GroupedBlocks, *, activation: str, residual: Tensor | None, is_gated: bool
+) -> Tensor:
+    m = x.shape[0]
+    if not w._is_fused(m):
+        return _run_torch(x, w, activation=activation, residual=residual, is_gated=is_gated)
+    x = x if is_aligned(x) else x.clone()
+    d = x.new_empty((m, w.n // 2 if is_gated else w.n))
+    fuses = residual is not None and not is_gated
+    native.require_kernel("grouped_linear", x.device)(
+        x=x,
+        codes=w.blocks,
+        factor=w.factor,
+        bias=w.bias,
+        residual=residual if fuses else None,
+        d=d,
+        m=m,
+        n=w.n,
+        k=w.k,
+        activation=ACTIVATIONS.index(activation),
+        gated=is_gated,
+        bits=w.bits,
+        dtype=native.DTYPE_CODES[w.dtype],
+        launch=native.launch_args(x.device),
+    )
+    return d if residual is None or fuses else d.add_(residual)
+
+
+@GROUPED_LINEAR.in_torch()
+def _run_torch(
+    x: Tensor, w: GroupedBlocks, *, activation: str, residual: Tensor | None, is_gated: bool
+) -> Tensor:
+    if is_gated:
+        raise ValueError("a product that is written out is gated by GatedWeight")
+    return w.written_out().matmul(x, activation=activation, residual=residual)
+
+
+@GROUPED_ROWS.native_kernel("cuda", takes=_takes)
+def _rows_by_kernel(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
+    num_rows = w.n if indices is None else len(indices)
+    out = torch.empty((num_rows, w.k), dtype=w.dtype, device=w.blocks.device)
+    native.require_kernel("grouped_rows", w.blocks.device)(
+        codes=w.blocks,
+        factor=w.factor,
+        indices=None if indices is None else indices.long().contiguous(),
+        out=out,
+        num_rows=num_rows,
+        n=w.n,
+        k=w.k,
+        bits=w.bits,
+        dtype=native.DTYPE_CODES[w.dtype],
+        launch=native.launch_args(w.blocks.device),
+    )
+    return out
+
+
+@GROUPED_ROWS.in_torch()
+def _rows_in_torch(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
+    """Decodes the whole matrix, in f32."""
+    rows = w.restored.to(w.dtype)
+    if indices is None:
+        return rows
+    index = indices.long()
+    is_there = (index >= 0) & (index < w.n)
+    found = rows[index.clamp(0, w.n - 1)]
+    return torch.where(is_there[:, None], found, torch.nan)
+
+
+def _in_blocks(groups: tuple[Tensor, ...], bits: int, dtype: torch.dtype) -> Tensor:
+    codes, scale, least = groups
+    n, num_groups, _ = codes.shape
+    more = (0, 0, 0, num_groups % 2, 0, -n % _OUTPUTS)
+    codes, scale, least = (torch.nn.functional.pad(t, more) for t in (codes, scale, least))
+    blocks_n = codes.shape[0] // _OUTPUTS
+    # strip, half of its outputs, r, block of k, group, and of 32 features i, t, e
+    codes = codes.to(torch.uint8).view(blocks_n, 4, 2, 8, -1, 2, 4, 4, 2)
+    if bits == 4:
+        codes = codes.permute(0, 4, 1, 3, 7, 5, 2, 8, 6)  # strip, r, t, group, half, e, i
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    else:
+        codes = codes.permute(0, 4, 1, 5, 3, 7, 2, 6, 8)  # strip, group, r, t, half, i, e
+    numbers = torch.cat((scale, least)[: 1 if bits == 8 else 2], 2).to(dtype)
+    numbers = numbers.view(blocks_n, 4, 2, 8, -1, 2, numbers.shape[2])
+    numbers = numbers.permute(0, 4, 1, 3, 5, 2, 6)  # strip, r, group, half, number
+    both = (codes.flatten(2), numbers.flatten(2).contiguous().view(torch.uint8))
+    return torch.cat(both, 2).contiguous()

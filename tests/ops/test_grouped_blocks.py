@@ -1,0 +1,198 @@
+"""Weights of 8 and 4 bits as GPUs hold them: layout, rounding, products against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cpu_kernels import EXACT_ACTIVATIONS
+from torch import Tensor
+
+from bytetx.ops import grouped_blocks
+from bytetx.ops.gated import GatedWeight
+from bytetx.ops.grouped_blocks import GroupedBlocks, prepare_grouped_blocks
+from bytetx.ops.grouped_rounding import (
+    group_values,
+    in_whole_groups,
+    output_factors,
+    round_groups,
+)
+from bytetx.ops.linear import ACTIVATIONS, prepare_linear
+
+# (n, k): whole blocks, rests of blocks and of groups, one strip, sizes of layers.
+SHAPES = [(64, 64), (100, 72), (7, 40), (200, 2056), (1024, 96), (192, 1088), (1, 8)]
+ROWS = [0, 1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 512, 513]
+HALVES = [torch.float16, torch.bfloat16]
+# One rounding of the result, and that of each weight, whose errors average out.
+NEAR = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.fixture(params=[0, 1], ids=["f16", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return HALVES[request.param]
+
+
+@pytest.fixture(params=[8, 4])
+def bits(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+def weight(
+    n: int,
+    k: int,
+    bits: int,
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    batch_invariant: bool = False,
+) -> tuple[Tensor, GroupedBlocks]:
+    """(the matrix, rounded): rows of many sizes, results about as large as 1."""
+    torch.manual_seed(n * k + bits)
+    sizes = 2.0 ** torch.randint(-8, 1, (n, 1))
+    matrix = (torch.randn(n, k) * sizes / k**0.5).to(device, dtype)
+    bias = torch.randn(n).to(device, dtype)
+    plain = prepare_linear(matrix, bias, prepack=False, batch_invariant=batch_invariant)
+    return matrix, prepare_grouped_blocks(plain, bits=bits)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_hold_what_was_rounded(
+    shape: tuple[int, int], bits: int, dtype: torch.dtype
+) -> None:
+    matrix, w = weight(*shape, bits, dtype)
+    factor = output_factors(matrix)
+    rows = in_whole_groups(matrix.float() / factor[:, None])
+    rounded = group_values(*round_groups(rows, bits, numbers=dtype), factor)[:, : shape[1]]
+    assert torch.equal(w.restored, rounded)
+    error = (w.restored - matrix.float()).norm() / matrix.float().norm()
+    assert error < {8: 0.012, 4: 0.1}[bits]
+
+
+def test_memory_is_that_of_the_bits(bits: int) -> None:
+    _, w = weight(256, 1024, bits, torch.bfloat16)
+    assert w.blocks.numel() * 8 / (256 * 1024) == {8: 8.5, 4: 5.0}[bits]
+
+
+def test_rows_of_zeros_and_of_one_value(bits: int, dtype: torch.dtype) -> None:
+    matrix = torch.zeros(64, 64, dtype=dtype)
+    matrix[1] = 3.0
+    matrix[2, 5] = -1e-4
+    w = prepare_grouped_blocks(prepare_linear(matrix, prepack=False), bits=bits)
+    assert torch.isfinite(w.restored).all()
+    assert torch.equal(w.restored[0], torch.zeros(64))
+    assert torch.allclose(w.restored[1], torch.full((64,), 3.0), rtol=0.01)
+    assert torch.allclose(w.restored[2], matrix[2].float(), atol=1e-5)
+
+
+def test_shards_are_those_of_the_matrix(bits: int, dtype: torch.dtype) -> None:
+    _, w = weight(200, 200, bits, dtype)
+    some = w.shard(outputs=range(3, 140), inputs=range(32, 200))
+    assert torch.equal(some.restored, w.restored[3:140, 32:])
+    assert some.bias is None and w.bias is not None
+    assert some.sum_bias is not None and torch.equal(some.sum_bias, w.bias[3:140])
+    with pytest.raises(ValueError, match="whole groups of 32 features, got 8 to 200"):
+        w.shard(inputs=range(8, 200))
+
+
+def test_another_weight_is_refused() -> None:
+    packed = prepare_linear(torch.zeros(8, 8), prepack=True)
+    with pytest.raises(ValueError, match="plain must be a plain weight, got one in another"):
+        prepare_grouped_blocks(packed, bits=4)
+
+
+def check_products(w: GroupedBlocks, rows: list[int]) -> None:
+    device, near = w.blocks.device, NEAR[w.dtype]
+    assert w.bias is not None
+    for i, m in enumerate(rows):
+        x = torch.randn(m, w.k, device=device).to(w.dtype)
+        sums = x.double() @ w.restored.double().T + w.bias.double()
+        activation = ACTIVATIONS[i % len(ACTIVATIONS)]
+        residual = torch.randn(m, w.n, device=device).to(w.dtype) if i % 2 else None
+        got = w.matmul(x, activation=activation, residual=residual)
+        exact = EXACT_ACTIVATIONS[activation](sums)
+        exact = exact if residual is None else exact + residual.double()
+        assert got.shape == (m, w.n) and got.dtype == w.dtype
+        assert (got.double() - exact).norm() <= near * exact.norm()
+        if w.n % 64:
+            continue
+        gated = GatedWeight(w, w.n // 2, 32).matmul(x, activation="silu")
+        gates, values = sums.view(m, w.n // 64, 2, 32).unbind(2)
+        exact = (F.silu(gates) * values).reshape(m, w.n // 2)
+        assert (gated.double() - exact).norm() <= 2 * near * exact.norm()
+
+
+def test_other_rows_are_refused() -> None:
+    _, w = weight(64, 72, 4, torch.bfloat16)
+    with pytest.raises(ValueError, match="x must be bfloat16, got float32"):
+        w.matmul(torch.zeros(3, 72))
+    with pytest.raises(ValueError, match="x must have shape"):
+        w.matmul(torch.zeros(3, 64, dtype=torch.bfloat16))
+
+
+def test_products_where_no_kernel_is(bits: int, dtype: torch.dtype) -> None:
+    _, w = weight(192, 72, bits, dtype)
+    check_products(w, [0, 1, 9])
+    index = torch.tensor([5, 191, 192, -1, 5])
+    rows = w.rows(index)
+    assert torch.equal(rows[[0, 1, 4]], w.rows()[index[[0, 1, 4]]])
+    assert rows[2:4].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.feature("Arithmetic", "int8 and int4 weights of causal models on Hopper GPUs")
+@pytest.mark.parametrize("shape", [*SHAPES, (4096, 4096), (2560, 14336)])
+def test_kernels_against_float64(shape: tuple[int, int], bits: int, dtype: torch.dtype) -> None:
+    _, w = weight(*shape, bits, dtype, device="cuda")
+    near = 2**-8 if dtype == torch.bfloat16 else 2**-10
+    written = w.rows().double()
+    assert (written - w.restored.double()).abs().max() <= 2 * near * w.restored.abs().max()
+    index = torch.tensor([w.n - 1, 0, w.n, -1, 1 << 40], device="cuda")
+    rows = w.rows(index)
+    assert torch.equal(rows[:2], w.rows()[index[:2]]) and rows[2:].isnan().all()
+    check_products(w, ROWS)
+
+
+@pytest.mark.gpu
+def test_mates_and_what_lies_behind_change_no_row(bits: int, dtype: torch.dtype) -> None:
+    """Rows of one step with the same tiles; rows that are not finite stay alone."""
+    _, w = weight(384, 512, bits, dtype, device="cuda")
+    for m in (8, 16, 64, 128):
+        x = torch.randn(m, w.k, device="cuda").to(dtype)
+        got = w.matmul(x)
+        x[1:] = torch.nan
+        assert torch.equal(w.matmul(x)[0], got[0])
+
+
+@pytest.mark.gpu
+def test_batch_invariant_rows(bits: int, dtype: torch.dtype) -> None:
+    _, w = weight(384, 512, bits, dtype, device="cuda", batch_invariant=True)
+    x = torch.randn(700, w.k, device="cuda").to(dtype)
+    whole = w.matmul(x)
+    for m in (1, 9, 100):
+        assert torch.equal(w.matmul(x[:m].contiguous()), whole[:m])
+
+
+@pytest.mark.gpu
+def test_rows_that_are_not_aligned(bits: int, dtype: torch.dtype) -> None:
+    _, w = weight(64, 72, bits, dtype, device="cuda")
+    x = torch.randn(5 * 72 + 1, device="cuda").to(dtype)[1:].view(5, 72)
+    assert torch.equal(w.matmul(x), w.matmul(x.clone()))
+
+
+@pytest.mark.gpu
+def test_a_matrix_that_was_just_written_is_read_whole(
+    bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GEMMs of few rows load weights before the kernel before them has ended."""
+    _, w = weight(1024, 4096, bits, dtype, device="cuda")
+    monkeypatch.setattr(grouped_blocks, "_MOST_FUSED_TOKENS", 0)
+    x = torch.randn(8, w.k, device="cuda").to(dtype)
+    wanted = w.written_out().matmul(x)
+    for _ in range(20):
+        torch.full((1024, 4096), torch.nan, dtype=dtype, device="cuda")  # where it will lie
+        assert torch.equal(w.matmul(x), wanted)
+
+
+def test_a_transposed_weight(bits: int, dtype: torch.dtype) -> None:
+    matrix = torch.randn(64, 128).to(dtype)
+    w = prepare_grouped_blocks(prepare_linear(matrix.T, prepack=False), bits=bits)
+    whole = prepare_grouped_blocks(prepare_linear(matrix.T.contiguous(), prepack=False), bits=bits)
+    assert torch.equal(w.blocks, whole.blocks)
