@@ -411,9 +411,15 @@ def _run_panels(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor
     weight = w.weight if w.is_prepacked else w.weight.contiguous()
     index = ACTIVATIONS.index(activation)
     bias = None if w.bias is None else w.bias.contiguous()
-    # Sums of f32 have one order, those of bf16 another one on tiles.
-    order = {"in_order": w.batch_invariant} if w.dtype == torch.bfloat16 else {}
-    d: Tensor = run(x, weight, bias, n=w.n, activation=index, is_packed=w.is_prepacked, **order)
+    d: Tensor = run(
+        x,
+        weight,
+        bias,
+        n=w.n,
+        activation=index,
+        is_packed=w.is_prepacked,
+        in_order=w.batch_invariant,
+    )
     return d if residual is None else d.add_(residual)
 
 
