@@ -231,10 +231,9 @@ class Layers:
         self._few_passes += 1
         if self._few_passes == _FEW_PASSES:
             finder = PanelFinder()
-            self.weights = [
-                layer.converted(finder.with_few_rows) if _is_laid_out(layer) else layer
-                for layer in self.weights
-            ]
+            for layer in filter(_is_laid_out, self.weights):
+                for w in layer.linears:
+                    finder.find_few_rows(w.dense)
 
     def _sums(self, x: torch.Tensor) -> torch.Tensor:
         """The sums that x stands for, which the layers divide by residual_multiplier."""

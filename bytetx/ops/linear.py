@@ -75,8 +75,8 @@ class LinearWeight:
 
     has_kernel: whether the Hopper kernel takes it; x and residual must be aligned as well.
     batch_invariant: a row's bits do not depend on the other rows, nor on how many there are.
-    few_rows: runs at most MAX_FEW_ROWS rows of a weight in oneDNN's layout, with the same bits; see
-    PanelFinder.with_few_rows.
+    few_rows: runs at most MAX_FEW_ROWS rows of a weight in oneDNN's layout, with the same bits; it
+    is found when the weight is in use, see PanelFinder.find_few_rows.
     backend: LINEAR's for all products with it.
     Other members: as of bytetx.ops.weight.Weight.
     """
@@ -103,6 +103,13 @@ class LinearWeight:
 
     @property
     def _layout(self) -> str:
+    def take_few_rows(self, few_rows: native.PanelProduct) -> None:
+        """Run few rows so from now on, with the same bits.
+
+        The weight stays the same object, for adapters know weights by their identity.
+        """
+        object.__setattr__(self, "few_rows", few_rows)
+
         if self.is_prepacked:  # our panels are int32, see pack_weight
             return "panels" if self.weight.dtype == torch.int32 else "oneDNN's"
         return "plain"

@@ -71,6 +71,7 @@ def test_short_texts_keep_the_bits_of_a_batch_from_the_first_to_the_last(
     loaded = load(save(model, tmp_path))
     ids = random_ids([9, 40, 3, 30, 12, 1])
     wanted = loaded.rows(ids)
+    before = [w for layer in loaded.transformer.layers.weights for w in layer.linears]
     for _ in range(3):
         for sequence, rows in zip(ids, wanted, strict=True):
             assert torch.equal(loaded.rows([sequence])[0], rows)
@@ -78,6 +79,9 @@ def test_short_texts_keep_the_bits_of_a_batch_from_the_first_to_the_last(
     matrices = [getattr(w, "fused", w) for layer in weights for w in layer.linears]
     is_known = PanelFinder().find(matrices[0]) is not None and not has_panels(matrices[0])
     assert any(w.few_rows is not None for w in matrices) == is_known
+    # Adapters know weights by their identity.
+    after = [w for layer in weights for w in layer.linears]
+    assert all(w is known for w, known in zip(after, before, strict=True))
 
 
 def has_panels(w: LinearWeight) -> bool:
