@@ -37,6 +37,8 @@ KERNEL_FEATURES = 8
 # the row behind it, times zero, which is NaN if they are (oneDNN's issue 5717, mended in 2026).
 # Rows of other widths are copied there, with a row of zeros behind the last one.
 _AMX_FEATURES = 32
+# Of fewer rows in f16 oneDNN sums in an order that depends on how many they are, with AVX-512 FP16.
+_LEAST_F16_ROWS = 16
 # Rows that oneDNN lays a prepacked weight out for; a hint, every m runs.
 _PREPACK_ROWS = 4096
 # Of oneDNN 3.12's inner product, whatever its sizes: 0.53 to 0.61 MiB on AVX2. oneDNN keeps so many
@@ -101,8 +103,6 @@ class LinearWeight:
         calls = (self._layout, self.dtype, self.has_kernel, self.batch_invariant)
         object.__setattr__(self, "backend", LINEAR.choose(self.weight.device, *calls))
 
-    @property
-    def _layout(self) -> str:
     def take_few_rows(self, few_rows: native.PanelProduct) -> None:
         """Run few rows so from now on, with the same bits.
 
@@ -110,6 +110,8 @@ class LinearWeight:
         """
         object.__setattr__(self, "few_rows", few_rows)
 
+    @property
+    def _layout(self) -> str:
         if self.is_prepacked:  # our panels are int32, see pack_weight
             return "panels" if self.weight.dtype == torch.int32 else "oneDNN's"
         return "plain"
@@ -453,6 +455,10 @@ def _rows_for_onednn(x: Tensor) -> Tensor:
 
 @LINEAR.in_torch()
 def _run_torch(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
+    m = x.shape[0]
+    if x.dtype == torch.float16 and not x.is_cuda and 0 < m < _LEAST_F16_ROWS:
+        d = _run_torch(padded(x, _LEAST_F16_ROWS), w, activation=activation, residual=None)[:m]
+        return d if residual is None else d.add_(residual)
     return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from bytetx.ops import experts
 from bytetx.ops.experts import ExpertsWeight, route, run_experts, stack_experts
 from bytetx.ops.gated import prepare_gated
-from bytetx.ops.linear import prepare_linear
+from bytetx.ops.linear import linear, prepare_linear
 from bytetx.ops.reference import activate
 
 NUM_EXPERTS, HIDDEN, INNER = 5, 24, 32
@@ -105,7 +105,8 @@ def test_equal_weights_are_chosen_as_torch_does_wherever_a_row_lies() -> None:
     router[4] = router[1]
     w = experts_of((router, *rest), normalizes=False)
     x = random(1, HIDDEN, seed=7)
-    probabilities = torch.softmax(x @ router.T, -1)
+    probabilities = torch.softmax(linear(x, w.router), -1)
+    assert (probabilities[0, [3, 4]] == probabilities[0, 1]).all()
     wanted = probabilities.topk(2).indices[0]
     for num_rows in (1, 2, 63):
         weights, chosen = route(x.expand(num_rows, -1).contiguous(), w)
