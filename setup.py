@@ -49,11 +49,9 @@ CUDA_FLAGS = [
 ]
 
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
-_TILES = [*_AVX512, "-mavx512bf16", "-mamx-tile"]
 ISA_FLAGS = {  # processor -> file name suffix -> flags; it leaves out the files of others
     "x86_64": {
-        "_amxint8": [*_TILES, "-mavx512vnni", "-mamx-int8"],
-        "_amxbf16": [*_TILES, "-mamx-bf16"],
+        "_amxint8": [*_AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
         "_avx512bf16": [*_AVX512, "-mavx512bf16"],
         "_avx512vnni": [*_AVX512, "-mavx512vnni"],
         "_avx512": _AVX512,

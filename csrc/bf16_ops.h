@@ -7,9 +7,9 @@
 
 namespace bytetx {
 
-// cpu only, on processors with AVX2 or NEON. d = act(x @ w.T + bias), products and sums in f32. A
-// result depends on neither m, the row's place nor the number of threads; with in_order, and on all
-// processors but those with AMX, it is one chain of sums in the order of k.
+// cpu only, on processors with AVX2 or NEON. d = act(x @ w.T + bias), products and sums in f32: one
+// chain of sums over k for each result, in the order of k, whatever m, the row's place and the
+// number of threads are.
 struct Bf16LinearParams {
     const void* x;       // [m, k], bf16, contiguous
     const void* weight;  // [n, k], bf16, contiguous; or packed: [n / 32, k / 2, 32, 2], 2 features
@@ -23,7 +23,6 @@ struct Bf16LinearParams {
     int64_t k;
     Activation activation;
     bool is_packed;
-    bool in_order;
 };
 
 int64_t bf16_linear_workspace_bytes(int64_t k, int num_threads);

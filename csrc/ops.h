@@ -27,9 +27,8 @@ enum class Isa : int {
     neon_i8mm = 128,
     neon_bf16 = 256,
     amx_int8 = 512,  // tiles, with AVX-512 VNNI and bf16
-    amx_bf16 = 1024,
-    slow_bf16_dot =
-        2048,  // a trait: vdpbf16ps makes fewer products a cycle than f32's multiply-add
+    // A trait: vdpbf16ps makes fewer products a cycle than f32's multiply-add.
+    slow_bf16_dot = 1024,
 };
 
 // Where an op runs. cuda/ reads device and stream, cpu/ reads num_threads and isa.

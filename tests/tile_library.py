@@ -1,4 +1,4 @@
-"""The linear layers' kernels on tiles of AMX, built on an emulation where no processor has them.
+"""The 8-bit linear layer's kernel on tiles of AMX, built on an emulation of them.
 
 `tests/emulated_tiles` holds an emulation of csrc/cpu/tiles.h, which everything else includes.
 """
@@ -16,8 +16,8 @@ from bytetx.ops import native
 
 ROOT = Path(__file__).resolve().parent.parent
 EMULATION = ROOT / "tests" / "emulated_tiles"
-_KERNELS = {"int8": "_amxint8", "bf16": "_amxbf16"}
-_COMMON = ("csrc/cpu/int8_linear.cpp", "csrc/cpu/bf16_linear.cpp", "csrc/cpu/parallel.cpp")
+_SUFFIX = "_amxint8"
+_COMMON = ("csrc/cpu/int8_linear.cpp", "csrc/cpu/parallel.cpp")
 
 
 def why_no_emulation() -> str | None:
@@ -34,19 +34,15 @@ def build_library(folder: Path) -> ctypes.CDLL:
     flags, compiler = build["ISA_FLAGS"]["x86_64"], build["host_compiler"]()
     command = [*compiler, "-std=c++20", "-O2", "-fPIC", "-pthread", "-Wall", "-Wextra"]
     command += [f"-I{EMULATION}", f"-I{ROOT / 'csrc'}"]
-    objects = []
-    for name, suffix in _KERNELS.items():
-        objects.append(str(folder / f"{name}.o"))
-        source = ROOT / "csrc" / "cpu" / f"{name}_linear{suffix}.cpp"
-        _run([*command, *flags[suffix], "-c", str(source), "-o", objects[-1]])
+    kernel, library = str(folder / "kernel.o"), str(folder / "emulated.so")
+    source = ROOT / "csrc" / "cpu" / f"int8_linear{_SUFFIX}.cpp"
+    _run([*command, *flags[_SUFFIX], "-c", str(source), "-o", kernel])
     sources = [str(ROOT / source) for source in _COMMON] + [str(EMULATION / "library.cpp")]
-    defines = [f"-DBYTETX_HAS{suffix.upper()}" for suffix in _KERNELS.values()]
-    library = folder / "emulated.so"
-    _run([*command, *defines, "-shared", *sources, *objects, "-ldl", "-o", str(library)])
-    loaded = ctypes.CDLL(str(library))
-    for kernel in ("int8_linear", "bf16_linear"):
-        getattr(loaded, kernel).restype = ctypes.c_char_p
-        getattr(loaded, f"{kernel}_workspace_bytes").restype = ctypes.c_int64
+    define = f"-DBYTETX_HAS{_SUFFIX.upper()}"
+    _run([*command, define, "-shared", *sources, kernel, "-ldl", "-o", library])
+    loaded = ctypes.CDLL(library)
+    loaded.int8_linear.restype = ctypes.c_char_p
+    loaded.int8_linear_workspace_bytes.restype = ctypes.c_int64
     return loaded
 
 

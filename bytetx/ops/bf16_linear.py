@@ -1,4 +1,4 @@
-"""Linear layers of bf16 by a kernel of our own, for CPUs: a row depends on no other row."""
+"""Linear layers of bf16 by a kernel of our own, for CPUs: a result is one chain of f32 sums."""
 
 import torch
 from torch import Tensor
@@ -23,11 +23,6 @@ def bf16_linear_isa() -> str | None:
     return None if isa is None else isa()
 
 
-def runs_on_tiles() -> bool:
-    """Whether it multiplies on the tiles of AMX here."""
-    return "amx_bf16" in native.available_isas() and why_no_bf16_linear() is None
-
-
 def bf16_linear(
     x: Tensor,
     weight: Tensor,
@@ -36,16 +31,14 @@ def bf16_linear(
     n: int,
     activation: int,
     is_packed: bool,
-    in_order: bool = False,
     isa: str = "auto",
 ) -> Tensor:
     """act(x @ weight.T + bias) of checked arguments: x bf16 [m, k], contiguous.
 
     weight: bf16 [n, k], contiguous, or with is_packed what panel_linear.pack_weight made of it.
     activation: its index in ops.linear.ACTIVATIONS, computed in f32.  isa: a key of
-    native.ISA_CODES.  A row's bits depend on neither the other rows nor the number of threads.
-    in_order: every result is one chain of f32 sums in the order of k, as all are where
-    runs_on_tiles() is false.
+    native.ISA_CODES.  Every result is one chain of f32 sums in the order of k, so that a row's bits
+    depend on neither the other rows nor the number of threads.
     Returns a new [m, n], bf16.
     """
     m, k = x.shape
@@ -66,7 +59,6 @@ def bf16_linear(
         k=k,
         activation=activation,
         is_packed=is_packed,
-        in_order=in_order,
         launch=launch,
     )
     return d

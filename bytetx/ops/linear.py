@@ -420,15 +420,7 @@ def _run_panels(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor
     weight = w.weight if w.is_prepacked else w.weight.contiguous()
     index = ACTIVATIONS.index(activation)
     bias = None if w.bias is None else w.bias.contiguous()
-    d: Tensor = run(
-        x,
-        weight,
-        bias,
-        n=w.n,
-        activation=index,
-        is_packed=w.is_prepacked,
-        in_order=w.batch_invariant,
-    )
+    d: Tensor = run(x, weight, bias, n=w.n, activation=index, is_packed=w.is_prepacked)
     return d if residual is None else d.add_(residual)
 
 

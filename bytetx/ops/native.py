@@ -24,9 +24,9 @@ DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType i
 # Isa there: a bit for the instructions of each name, and the sets of them that a call may ask for.
 ISA_BITS = {"portable": 1, "avx2": 2, "avx512": 4, "avx512_vnni": 8, "avx512_bf16": 16}
 ISA_BITS |= {"neon": 32, "neon_dotprod": 64, "neon_i8mm": 128, "neon_bf16": 256}
-ISA_BITS |= {"amx_int8": 512, "amx_bf16": 1024, "slow_bf16_dot": 2048}
+ISA_BITS |= {"amx_int8": 512, "slow_bf16_dot": 1024}
 ISA_CODES = {"auto": 0, "portable": 1, "avx2": 3, "avx512": 7, "avx512_vnni": 15, "avx512_bf16": 23}
-ISA_CODES |= {"amx_int8": 543, "amx_bf16": 1047, "slow_bf16_dot": 2071}
+ISA_CODES |= {"amx_int8": 543, "slow_bf16_dot": 1047}
 ISA_CODES |= {"neon": 33, "neon_dotprod": 97, "neon_i8mm": 161, "neon_bf16": 289}
 MAX_WINDOW = 1 << 30  # tokens; kernels add positions to it in int32
 KERNEL_CAPABILITY = (9, 0)  # _cuda holds code for sm_90a, which runs on no other architecture

@@ -65,15 +65,13 @@ def f32_linear(
     n: int,
     activation: int,
     is_packed: bool,
-    in_order: bool = True,
     isa: str = "auto",
 ) -> Tensor:
     """act(x @ weight.T + bias) of checked arguments: x f32 [m, k], contiguous.
 
     weight: f32 [n, k], or with is_packed what pack_weight made of it.
-    activation, isa: as of panel_linear.  in_order: as of bf16_linear; here sums have one order in
-    any case.  A row's bits depend on neither the other rows nor the number of threads.
-    Returns a new [m, n].
+    activation, isa: as of panel_linear.  A row's bits depend on neither the other rows nor the
+    number of threads.  Returns a new [m, n].
     """
     packed = weight if is_packed else pack_weight(weight)
     panels = our_panels(packed, bias, n=n, k=x.shape[1], dtype=torch.float32)

@@ -5,11 +5,10 @@
 #include <cstdint>
 
 #include "bf16_ops.h"
-#include "cpu/tile_blocks.h"
 
 namespace bytetx::cpu {
 
-constexpr int64_t kBf16Rows = 48;     // most rows of a block without tiles
+constexpr int64_t kBf16Rows = 48;     // most rows of a block
 constexpr int64_t kBf16Columns = 32;  // columns per panel of the weight
 constexpr int64_t kCacheLineWords = 16;
 
@@ -21,20 +20,13 @@ inline int64_t row_words(int64_t k) {
 }
 inline int64_t panel_words(int64_t k) { return feature_pairs(k) * kBf16Columns; }
 
-// Words of the staged rows of any kernel's block, whole cache lines.
-inline int64_t staged_words(int64_t k) {
-    const int64_t row_bytes = staged_row_bytes(k * 2), vectors = kBf16Rows * row_words(k);
-    const int64_t on_tiles = staged_rows(row_bytes) * row_bytes / 4;
-    return vectors > on_tiles ? vectors : on_tiles;
-}
-
 struct Bf16Kernel {
-    // Rows [begin, end), at most block_rows(k), and panels [first, last) of the result. staged:
-    // room for staged_words(k); panel: for one panel, which plain weights are packed into.
+    // Rows [begin, end), at most kBf16Rows, and panels [first, last) of the result. rows: room for
+    // kBf16Rows rows of row_words(k) words; panel: for one panel, which plain weights are packed
+    // into.
     void (*run)(const Bf16LinearParams& p, int64_t begin, int64_t end, int64_t first, int64_t last,
-                void* staged, uint32_t* panel);
+                float* rows, uint32_t* panel);
     int64_t tile_rows;
-    int64_t (*block_rows)(int64_t k);  // a multiple of tile_rows
 };
 
 }  // namespace bytetx::cpu

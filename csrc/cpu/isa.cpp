@@ -71,12 +71,8 @@ bool may_use_tiles() {
 Isa tile_isa() {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return Isa::portable;
-    const bool has_bf16 = edx >> 22 & 1, has_tiles = edx >> 24 & 1, has_int8 = edx >> 25 & 1;
-    if (!has_tiles || !(has_bf16 || has_int8) || !may_use_tiles()) return Isa::portable;
-    Isa found = Isa::portable;
-    if (has_int8) found = found | Isa::amx_int8;
-    if (has_bf16) found = found | Isa::amx_bf16;
-    return found;
+    const bool has_tiles = edx >> 24 & 1, has_int8 = edx >> 25 & 1;
+    return has_tiles && has_int8 && may_use_tiles() ? Isa::amx_int8 : Isa::portable;
 }
 #else
 Isa tile_isa() { return Isa::portable; }
@@ -127,7 +123,6 @@ Isa resolve_isa(Isa wanted) {
 }
 
 const char* isa_name(Isa set) {
-    if (has(set, Isa::amx_bf16)) return "amx_bf16";
     if (has(set, Isa::amx_int8)) return "amx_int8";
     if (has(set, Isa::avx512_bf16)) return "avx512_bf16";
     if (has(set, Isa::avx512_vnni)) return "avx512_vnni";

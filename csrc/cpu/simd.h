@@ -26,8 +26,6 @@
 // its first processor in every file.
 #if defined(__AMX_INT8__)
 #define BYTETX_SIMD amx_int8
-#elif defined(__AMX_BF16__)
-#define BYTETX_SIMD amx_bf16
 #elif defined(__AVX512BF16__)
 #define BYTETX_SIMD avx512_bf16
 #elif defined(__AVX512VNNI__)

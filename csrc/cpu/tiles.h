@@ -58,10 +58,4 @@ inline void multiply_bytes() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"n"(kSum), "n"(kA), "n"(kB));
 }
 
-// The same of 32 bf16, in pairs; sums in f32.
-template <int kSum, int kA, int kB>
-inline void multiply_bf16() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"n"(kSum), "n"(kA), "n"(kB));
-}
-
 }  // namespace bytetx::cpu::BYTETX_SIMD::tiles

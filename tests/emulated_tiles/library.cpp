@@ -1,8 +1,7 @@
-// The linear layers of csrc/cpu as a library whose kernels run on emulated tiles.
+// The 8-bit linear layer of csrc/cpu as a library whose kernel runs on emulated tiles.
 #include <cstring>
 #include <exception>
 
-#include "bf16_ops.h"
 #include "cpu/isa.h"
 #include "int8_ops.h"
 
@@ -10,7 +9,7 @@ namespace bytetx::cpu {
 
 Isa machine_isa() {
     return Isa::portable | Isa::avx2 | Isa::avx512 | Isa::avx512_vnni | Isa::avx512_bf16 |
-           Isa::amx_int8 | Isa::amx_bf16;
+           Isa::amx_int8;
 }
 Isa resolve_isa(Isa) { return machine_isa(); }
 
@@ -34,10 +33,6 @@ int64_t int8_linear_workspace_bytes(int64_t m, int64_t k, int num_threads) {
     return bytetx::int8_linear_workspace_bytes(m, k, num_threads);
 }
 
-int64_t bf16_linear_workspace_bytes(int64_t k, int num_threads) {
-    return bytetx::bf16_linear_workspace_bytes(k, num_threads);
-}
-
 const char* int8_linear(const void* x, const uint8_t* weight, const float* weight_scale,
                         const float* weight_sum, const float* bias, void* d, void* workspace,
                         int64_t workspace_bytes, int64_t m, int64_t n, int64_t k, int activation,
@@ -56,23 +51,5 @@ const char* int8_linear(const void* x, const uint8_t* weight, const float* weigh
                                           .activation = bytetx::Activation(activation),
                                           .dtype = bytetx::DType(dtype)};
     return said([&] { bytetx::int8_linear(params, {-1, nullptr, num_threads, {}}); });
-}
-
-const char* bf16_linear(const void* x, const void* weight, const void* bias, void* d,
-                        void* workspace, int64_t workspace_bytes, int64_t m, int64_t n, int64_t k,
-                        int activation, bool is_packed, bool in_order, int num_threads) {
-    const bytetx::Bf16LinearParams params{.x = x,
-                                          .weight = weight,
-                                          .bias = bias,
-                                          .d = d,
-                                          .workspace = workspace,
-                                          .workspace_bytes = workspace_bytes,
-                                          .m = m,
-                                          .n = n,
-                                          .k = k,
-                                          .activation = bytetx::Activation(activation),
-                                          .is_packed = is_packed,
-                                          .in_order = in_order};
-    return said([&] { bytetx::bf16_linear(params, {-1, nullptr, num_threads, {}}); });
 }
 }

@@ -176,7 +176,7 @@ def test_panels_have_the_bits_of_the_kernel_for_many_rows() -> None:
     packed = pack_weight(weight)
     w = our_panels(packed, bias, n=70, k=51, dtype=torch.bfloat16)
     for index in range(len(ACTIVATIONS)):
-        wanted = bf16_linear(x, packed, bias, n=70, activation=index, is_packed=True, in_order=True)
+        wanted = bf16_linear(x, packed, bias, n=70, activation=index, is_packed=True)
         assert torch.equal(panel_linear(x, w, activation=index), wanted)
 
 

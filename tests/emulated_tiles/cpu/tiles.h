@@ -1,7 +1,6 @@
 // The interface of csrc/cpu/tiles.h in plain C++, found before it: for processors without AMX.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -71,33 +70,6 @@ inline void multiply_bytes() {
                         static_cast<uint32_t>(a * registers[kB][i][4 * c + j]));
                 }
             }
-        }
-        std::memcpy(registers[kSum][r], sums, sizeof(sums));
-    }
-}
-
-inline float bf16_at(const uint8_t* row, int64_t i) {
-    uint16_t bits;
-    std::memcpy(&bits, row + 2 * i, sizeof(bits));
-    return to_float(Bf16{bits});
-}
-
-// Features of even places are one chain of fused sums, those of odd places another one.
-template <int kSum, int kA, int kB>
-inline void multiply_bf16() {
-    require(is_configured);
-    static_assert(kSum != kA && kSum != kB && kA != kB);
-    for (int64_t r = 0; r < kRows; ++r) {
-        float sums[16];
-        std::memcpy(sums, registers[kSum][r], sizeof(sums));
-        for (int64_t c = 0; c < 16; ++c) {
-            float even = 0.0f, odd = 0.0f;
-            for (int64_t i = 0; i < kRows; ++i) {
-                const uint8_t *a = registers[kA][r], *b = registers[kB][i];
-                even = std::fma(bf16_at(a, 2 * i), bf16_at(b, 2 * c), even);
-                odd = std::fma(bf16_at(a, 2 * i + 1), bf16_at(b, 2 * c + 1), odd);
-            }
-            sums[c] += even + odd;
         }
         std::memcpy(registers[kSum][r], sums, sizeof(sums));
     }
