@@ -11,22 +11,31 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_tensor
+from bytetx.ops.coded_rows import GROUP
 from bytetx.ops.grouped_rounding import (
-    GROUP,
-    OFFSET,
     Groups,
     group_values,
     in_whole_groups,
     output_factors,
     require_plain,
     round_groups,
+    scale_and_least,
+    taken_groups,
 )
-from bytetx.ops.linear import ACTIVATIONS, DTYPE_NAMES, LinearWeight, prepare_linear, taken
+from bytetx.ops.linear import (
+    ACTIVATIONS,
+    DTYPE_NAMES,
+    LinearWeight,
+    prepare_linear,
+    taken,
+    taken_biases,
+)
 from bytetx.ops.registry import Operation
 from bytetx.ops.weight import QuantizedWeight
 
 # Of csrc/cuda/grouped_codes.cuh: outputs and features of a block, and what is in it.
 _OUTPUTS, _FEATURES = 64, 64
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1 << 26  # weights that are rounded at a time
 # Tokens from which writing the matrix out and the GEMM of 16-bit weights take less time.
 _MOST_FUSED_TOKENS = 512
@@ -89,18 +98,9 @@ class GroupedBlocks(QuantizedWeight):
         self, *, outputs: range | None = None, inputs: range | None = None
     ) -> "GroupedBlocks":
         """Raises ValueError for inputs that are not whole groups."""
-        parts = tuple(taken(t, outputs) for t in self._groups())
-        factor, bias = taken(self.factor, outputs), taken(self.bias, outputs)
-        sum_bias, k = taken(self.sum_bias, outputs), self.k
-        if inputs is not None:
-            if inputs.start % GROUP or (inputs.stop % GROUP and inputs.stop != k):
-                raise ValueError(
-                    f"inputs must be whole groups of {GROUP} features, got {inputs.start} to "
-                    f"{inputs.stop}; load the model in bfloat16, or divide it in other parts"
-                )
-            groups = range(inputs.start // GROUP, -(-inputs.stop // GROUP))
-            parts, k = tuple(taken(t, groups, dim=1) for t in parts), len(inputs)
-            bias, sum_bias = None, sum_bias if bias is None else bias
+        parts, k = taken_groups(self._groups(), self.k, outputs=outputs, inputs=inputs)
+        bias, sum_bias = taken_biases(self.bias, self.sum_bias, outputs=outputs, inputs=inputs)
+        factor = taken(self.factor, outputs)
         blocks = _in_blocks(parts, self.bits, self.dtype)
         shape = (len(factor), k, self.bits, self.dtype, self.batch_invariant)
         return GroupedBlocks(blocks, factor, bias, *shape, sum_bias=sum_bias)
@@ -151,9 +151,8 @@ class GroupedBlocks(QuantizedWeight):
         rows = codes.reshape(blocks_n * _OUTPUTS, 2 * blocks_k, GROUP)[: self.n].float()
         # strip, r, group, half, number
         numbers = numbers.view(blocks_n, blocks_k, 4, 8, 2, 2, -1).permute(0, 2, 5, 3, 1, 4, 6)
-        found = numbers.reshape(blocks_n * _OUTPUTS, 2 * blocks_k, -1)[: self.n].float()
-        scale = found[..., :1]
-        least = -OFFSET * scale if self.bits == 8 else found[..., 1:]
+        found = numbers.reshape(blocks_n * _OUTPUTS, 2 * blocks_k, -1)[: self.n]
+        scale, least = scale_and_least(found, self.bits)
         groups = -(-self.k // GROUP)
         return rows[:, :groups], scale[:, :groups], least[:, :groups]
 
@@ -163,7 +162,7 @@ def prepare_grouped_blocks(plain: LinearWeight, *, bits: int) -> GroupedBlocks:
 
     Raises ValueError for another weight.
     """
-    require_plain(plain)
+    require_plain(plain, _DTYPES)
     n, k, dtype = plain.n, plain.k, plain.dtype
     factor = output_factors(plain.weight)
     step = max(_CHUNK // max(k, 1) // _OUTPUTS * _OUTPUTS, _OUTPUTS)
@@ -248,7 +247,7 @@ def _rows_in_torch(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
     return torch.where(is_there[:, None], found, torch.nan)
 
 
-def _in_blocks(groups: tuple[Tensor, ...], bits: int, dtype: torch.dtype) -> Tensor:
+def _in_blocks(groups: Groups, bits: int, dtype: torch.dtype) -> Tensor:
     codes, scale, least = groups
     n, num_groups, _ = codes.shape
     more = (0, 0, 0, num_groups % 2, 0, -n % _OUTPUTS)

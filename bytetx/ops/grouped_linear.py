@@ -11,7 +11,14 @@ from torch import Tensor
 
 from bytetx.ops.check import is_operand, require_contiguous, require_tensor
 from bytetx.ops.coded_rows import COLUMNS, GROUP, round_rows, stack_rows
-from bytetx.ops.linear import ACTIVATIONS, LinearWeight, taken
+from bytetx.ops.grouped_rounding import (
+    Groups,
+    group_values,
+    require_plain,
+    scale_and_least,
+    taken_groups,
+)
+from bytetx.ops.linear import ACTIVATIONS, LinearWeight, taken, taken_biases
 from bytetx.ops.native_params import PanelMatrix
 from bytetx.ops.panel_linear import INT4, INT8, panel_linear
 from bytetx.ops.weight import QuantizedWeight
@@ -19,10 +26,6 @@ from bytetx.ops.weight import QuantizedWeight
 _STEP = 4  # features of an output that lie side by side
 _DTYPES = (torch.float32, torch.bfloat16)
 _FORMATS = {8: INT8, 4: INT4}
-_OFFSET = 128.0  # added to codes of 8 bits, which are stored without a sign
-
-# (codes, scale, least): [n, groups, GROUP] of whole numbers and [n, groups, 1], f32.
-_Groups = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class GroupedWeight(QuantizedWeight):
     @property
     def restored(self) -> Tensor:
         """The matrix that it stands for, f32 [n, k]."""
-        return _values(*self._groups(), self.factor)[:, : self.k].contiguous()
+        return group_values(*self._groups(), self.factor)[:, : self.k].contiguous()
 
     def rows(self, indices: Tensor) -> Tensor:
         """Those rows of the matrix, a new [len(indices), k] of dtype, as an embedding reads them.
@@ -75,27 +78,18 @@ class GroupedWeight(QuantizedWeight):
         steps = codes[strip, :, :, column]  # [m, groups, steps or pairs of them, 4]
         if self.bits == 4:
             steps = torch.stack((steps & 15, steps >> 4), 3)
-        scale, least = _as_floats(numbers[strip, :, :, column], self.bits)
+        scale, least = scale_and_least(numbers[strip, :, :, column], self.bits)
         groups = steps.reshape(len(index), self.strips.shape[1], GROUP).float()
-        found = _values(groups, scale, least, self.factor[index])[:, : self.k]
+        found = group_values(groups, scale, least, self.factor[index])[:, : self.k]
         return found.to(self.dtype).contiguous()
 
     def shard(
         self, *, outputs: range | None = None, inputs: range | None = None
     ) -> "GroupedWeight":
         """Raises ValueError for inputs that are not whole groups."""
-        parts = tuple(taken(t, outputs) for t in self._groups())
-        factor, bias = taken(self.factor, outputs), taken(self.bias, outputs)
-        sum_bias, k = taken(self.sum_bias, outputs), self.k
-        if inputs is not None:
-            if inputs.start % GROUP or (inputs.stop % GROUP and inputs.stop != k):
-                raise ValueError(
-                    f"inputs must be whole groups of {GROUP} features, got {inputs.start} to "
-                    f"{inputs.stop}; load the model in bfloat16, or divide it in other parts"
-                )
-            groups = range(inputs.start // GROUP, -(-inputs.stop // GROUP))
-            parts, k = tuple(taken(t, groups, dim=1) for t in parts), len(inputs)
-            bias, sum_bias = None, sum_bias if bias is None else bias
+        parts, k = taken_groups(self._groups(), self.k, outputs=outputs, inputs=inputs)
+        bias, sum_bias = taken_biases(self.bias, self.sum_bias, outputs=outputs, inputs=inputs)
+        factor = taken(self.factor, outputs)
         strips = _in_strips(parts, self.bits)
         return GroupedWeight(
             strips, factor, bias, len(factor), k, self.bits, self.dtype, sum_bias=sum_bias
@@ -118,13 +112,15 @@ class GroupedWeight(QuantizedWeight):
         numbers = self.strips[..., num_bytes:].view(torch.float16)
         return codes, numbers.reshape(num_strips, groups, -1, COLUMNS)
 
-    def _groups(self) -> _Groups:
+    def _groups(self) -> Groups:
         codes, numbers = self._parts()
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), 3).flatten(2, 3)
         num_strips, groups = codes.shape[:2]
         rows = codes.permute(0, 3, 1, 2, 4).reshape(-1, groups, GROUP)[: self.n].float()
-        scale, least = _as_floats(numbers.permute(0, 3, 1, 2).flatten(0, 1)[: self.n], self.bits)
+        scale, least = scale_and_least(
+            numbers.permute(0, 3, 1, 2).flatten(0, 1)[: self.n], self.bits
+        )
         return rows, scale, least
 
 
@@ -133,9 +129,7 @@ def prepare_grouped_linear(plain: LinearWeight, *, bits: int) -> GroupedWeight:
 
     Raises ValueError for another weight.
     """
-    if plain.is_prepacked:
-        raise ValueError("plain must be a plain weight, got one in another layout")
-    require_tensor("weight", plain.weight, shape=(None, None), dtypes=_DTYPES)
+    require_plain(plain, _DTYPES)
     rows = round_rows(plain.weight.contiguous(), bits)
     return grouped_from_rows(
         rows, plain.bias, plain.k, bits, dtype=plain.dtype, sum_bias=plain.sum_bias
@@ -156,17 +150,7 @@ def grouped_from_rows(
     return GroupedWeight(strips, factor, bias, len(rows), k, bits, dtype, sum_bias=sum_bias)
 
 
-def _values(codes: Tensor, scale: Tensor, least: Tensor, factor: Tensor) -> Tensor:
-    return (codes * scale + least).flatten(1) * factor[:, None]
-
-
-def _as_floats(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """numbers: f16 [..., 1 or 2] -> (scale, least), f32 [..., 1]."""
-    scale = numbers[..., :1].float()
-    return scale, -_OFFSET * scale if bits == 8 else numbers[..., 1:].float()
-
-
-def _in_strips(groups: tuple[Tensor, ...], bits: int) -> Tensor:
+def _in_strips(groups: Groups, bits: int) -> Tensor:
     codes, scale, least = groups
     n, num_groups, _ = codes.shape
     more = -n % COLUMNS

@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.check import require_tensor
-from bytetx.ops.linear import LinearWeight
+from bytetx.ops.coded_rows import GROUP
+from bytetx.ops.linear import LinearWeight, taken
 
-GROUP = 32  # features that share a scale; of csrc/cpu/panels.h and csrc/cuda/grouped_codes.cuh
 OFFSET = 128.0  # added to codes of 8 bits, which are stored without a sign
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Rounded f16 scales are normal numbers in groups 2^22 times smaller than their output's largest.
 _LARGEST_EXPONENT = 10
 _LEAST_EXPONENT = -100
@@ -18,11 +17,11 @@ _SHRINKS = {8: (1.0, 0.985), 4: (1.0, 0.95, 0.9, 0.85)}
 Groups = tuple[Tensor, Tensor, Tensor]
 
 
-def require_plain(plain: LinearWeight) -> None:
+def require_plain(plain: LinearWeight, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raises ValueError for a weight that cannot be rounded."""
     if plain.is_prepacked:
         raise ValueError("plain must be a plain weight, got one in another layout")
-    require_tensor("weight", plain.weight, shape=(None, None), dtypes=DTYPES)
+    require_tensor("weight", plain.weight, shape=(None, None), dtypes=dtypes)
 
 
 def output_factors(weight: Tensor) -> Tensor:
@@ -74,6 +73,32 @@ def round_groups(rows: Tensor, bits: int, *, numbers: torch.dtype = torch.float1
         slope = ((codes - mean) * w).sum(2, keepdim=True) / spread.clamp(min=1e-9)
         attempt(slope, middle - slope * mean)
     return best
+
+
+def scale_and_least(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """numbers: [..., 1 or 2], as they are stored -> (scale, least), f32 [..., 1]."""
+    scale = numbers[..., :1].float()
+    return scale, -OFFSET * scale if bits == 8 else numbers[..., 1:].float()
+
+
+def taken_groups(
+    groups: Groups, k: int, *, outputs: range | None, inputs: range | None
+) -> tuple[Groups, int]:
+    """(the groups of some outputs and inputs, how many inputs): a rank's share of k features.
+
+    Raises ValueError for inputs that are not whole groups.
+    """
+    codes, scale, least = (taken(t, outputs) for t in groups)
+    if inputs is None:
+        return (codes, scale, least), k
+    if inputs.start % GROUP or (inputs.stop % GROUP and inputs.stop != k):
+        raise ValueError(
+            f"inputs must be whole groups of {GROUP} features, got {inputs.start} to "
+            f"{inputs.stop}; load the model in bfloat16, or divide it in other parts"
+        )
+    part = range(inputs.start // GROUP, -(-inputs.stop // GROUP))
+    codes, scale, least = (taken(t, part, dim=1) for t in (codes, scale, least))
+    return (codes, scale, least), len(inputs)
 
 
 def group_values(codes: Tensor, scale: Tensor, least: Tensor, factor: Tensor) -> Tensor:

@@ -135,9 +135,7 @@ class LinearWeight:
         if self.is_prepacked:
             raise TypeError("a prepacked weight is not divided; prepack its shards")
         weight = taken(taken(self.weight, outputs), inputs, dim=1)
-        bias, sum_bias = taken(self.bias, outputs), taken(self.sum_bias, outputs)
-        if inputs is not None:
-            bias, sum_bias = None, sum_bias if bias is None else bias
+        bias, sum_bias = taken_biases(self.bias, self.sum_bias, outputs=outputs, inputs=inputs)
         n, k = weight.shape
         has_kernel = _has_kernel(weight, bias)
         return replace(
@@ -202,6 +200,16 @@ def prepack_linear(w: LinearWeight) -> LinearWeight:
 def taken(t: MaybeTensor, part: range | None, *, dim: int = 0) -> MaybeTensor:
     """A part of a tensor; None of either is all of it."""
     return t if t is None or part is None else t.narrow(dim, part.start, len(part)).contiguous()
+
+
+def taken_biases(
+    bias: Tensor | None, sum_bias: Tensor | None, *, outputs: range | None, inputs: range | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(bias, sum_bias) of a rank's share of the outputs and inputs, as of Weight.shard."""
+    bias, sum_bias = taken(bias, outputs), taken(sum_bias, outputs)
+    if inputs is None:
+        return bias, sum_bias
+    return None, sum_bias if bias is None else bias
 
 
 def tensors_bytes(weight: Any) -> int:
