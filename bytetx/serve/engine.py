@@ -30,7 +30,7 @@ from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
 from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
-from bytetx.tasks.catalog import declared_tasks
+from bytetx.tasks.catalog import declared_task, declared_tasks
 from bytetx.tasks.document_questions import asks_about_documents
 from bytetx.tasks.embed_group import is_small
 from bytetx.tasks.generation_stream import PromptGroup
@@ -452,7 +452,7 @@ async def _decide(served: ServedModel, call: Call) -> Outcome:
 
 async def _declared(served: ServedModel, call: Call) -> Outcome:
     """rows: the result of each text, dataclasses as tables"""
-    spec = declared_tasks()[call.options["name"]]
+    spec = declared_task(call.options["name"])
     options = _checked_options(spec, call.options["given"])
     results = await getattr(served.model, spec.name)(call.inputs, **options)
     return Outcome(_timings(results.stats), await asyncio.to_thread(_as_json, list(results)))

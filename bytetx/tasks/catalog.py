@@ -7,7 +7,7 @@ from typing import Any
 from bytetx.tasks.methods import AsyncModelTasks, ModelTasks
 from bytetx.tasks.task import TASKS, TaskSpec
 
-__all__ = ["AsyncModelTasks", "ModelTasks", "declared_tasks"]
+__all__ = ["AsyncModelTasks", "ModelTasks", "declared_task", "declared_tasks"]
 
 # By name: the module that declares the task.
 _MODULES = {
@@ -34,6 +34,13 @@ def declared_tasks() -> Mapping[str, TaskSpec]:
     for name in _MODULES:
         _declare(name)
     return {name: TASKS[name] for name in _MODULES} | TASKS
+
+
+def declared_task(name: str) -> TaskSpec:
+    """The task of that name; KeyError where there is none."""
+    if name in _MODULES:
+        _declare(name)
+    return TASKS[name]
 
 
 def _declare(name: str) -> None:

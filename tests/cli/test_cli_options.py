@@ -6,7 +6,7 @@ import typer.main
 from bytetx.cli.commands import all_commands
 from bytetx.cli.files.options import JobOptions
 from bytetx.sampling_params import SamplingParams
-from bytetx.tasks.catalog import declared_tasks
+from bytetx.tasks.catalog import declared_task
 
 COMMANDS = ("embed", "embed_sparse", "embed_tokens", "classify", "tag", "answer", "fill_mask")
 COMMANDS += ("score", "decide", "rerank", "generate")
@@ -24,6 +24,6 @@ def test_a_command_has_the_options_of_its_task(name: str) -> None:
     command = group.commands[name.replace("_", "-")]  # type: ignore[attr-defined]
     common = set(JobOptions.__dataclass_fields__) | INPUTS.get(name, set())
     own = {one.name: one.default for one in command.params if one.name not in common | {"help"}}
-    declared = {option: entry.default for option, entry in declared_tasks()[name].fields.items()}
+    declared = {option: entry.default for option, entry in declared_task(name).fields.items()}
     assert own.keys() <= declared.keys()
     assert own == {option: declared[option] for option in own}
