@@ -187,7 +187,7 @@ def _run_kernel(
         return _run_torch(x, w, activation=activation, residual=residual, is_gated=is_gated)
     x = x if is_aligned(x) else x.clone()
     d = x.new_empty((m, w.n // 2 if is_gated else w.n))
-    fuses = residual is not None and not is_gated
+    fuses = residual is not None and not is_gated and is_aligned(residual)
     native.require_kernel("grouped_linear", x.device)(
         x=x,
         codes=w.blocks,

@@ -175,6 +175,8 @@ def test_rows_that_are_not_aligned(bits: int, dtype: torch.dtype) -> None:
     _, w = weight(64, 72, bits, dtype, device="cuda")
     x = torch.randn(5 * 72 + 1, device="cuda").to(dtype)[1:].view(5, 72)
     assert torch.equal(w.matmul(x), w.matmul(x.clone()))
+    residual = torch.randn(5 * 64 + 1, device="cuda").to(dtype)[1:].view(5, 64)
+    assert torch.equal(w.matmul(x, residual=residual), w.matmul(x) + residual)
 
 
 @pytest.mark.gpu
