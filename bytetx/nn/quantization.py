@@ -11,8 +11,7 @@ from bytetx.errors import OptionError
 from bytetx.nn import fp8, int8
 from bytetx.nn.layer import LayerWeights
 from bytetx.ops import native
-from bytetx.ops.coded_linear import CodedWeight, prepare_coded_linear
-from bytetx.ops.linear import LinearWeight
+from bytetx.ops.coded_linear import prepare_coded_linear
 from bytetx.ops.panel_linear import why_no_panels
 
 
@@ -23,16 +22,16 @@ class WeightFormat:
     check: raises OptionError where a model's layers cannot run so on a device.
     quantize: (a layer with plain weights, whether it is the last one) -> the layer.
     dtype: of everything else on a CPU; None, and on a GPU: as of "auto".
-    table: (the word table or a head over the vocabulary) -> what is kept of it; None: it stays.
     bits: of most parameters in memory; None: those of dtype.
-    coded_bits, table_bits: of codes in groups that layers, and the table, are read in on a CPU, so
-    that codes of a GGUF file are kept; None: they are read as floats, and converted.
+    coded_bits: of codes in groups that layers are read in on a CPU, so that codes of a GGUF file
+    are kept; None: they are read as floats, and converted.
+    table_bits: of codes in groups that are kept of the word table and a head over the vocabulary;
+    None: they stay.
     """
 
     check: Callable[[ModelSpec, torch.device], None]
     quantize: Callable[[LayerWeights, bool], LayerWeights]
     dtype: Callable[[], torch.dtype] | None = None
-    table: Callable[[LinearWeight], CodedWeight] | None = None
     bits: float | None = None
     coded_bits: int | None = None
     table_bits: int | None = None
@@ -71,18 +70,16 @@ WEIGHT_FORMATS = {
 # Rows of causal models have a few features that are hundreds of times larger than the others, which
 # one scale a row does not hold: these have scales of groups. Table and head keep 8 bits, because
 # every token's result depends on them directly.
-_TABLE = partial(prepare_coded_linear, bits=8)
 _CAUSAL = {
     INT8: WeightFormat(
         partial(_check_groups, INT8),
         partial(_in_groups, bits=8),
         int8.activation_dtype,
-        table=_TABLE,
         bits=8.5,
         coded_bits=8,
         table_bits=8,
     ),
-    INT4: replace(_INT4, table=_TABLE, table_bits=8),
+    INT4: replace(_INT4, table_bits=8),
 }
 
 

@@ -113,7 +113,7 @@ class TensorLoader:
         if shape[1] % GROUP == 0 and torch.device(self.device).type == "cpu":
             rows = self.coded(bits).matrix(name, shape)
             return grouped_from_rows(rows, None, shape[1], bits, dtype=self.dtype)
-        weight = prepare_linear(self.tensor(name, shape), prepack=False)
+        weight = self.plain().linear_from(self.tensor(name, shape), None)
         return prepare_coded_linear(weight, bits=bits)
 
     def _read(self, name: str, part: Part | None) -> tuple[tuple[int, ...], torch.Tensor]:

@@ -24,7 +24,7 @@ from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.coded_linear import CodedWeight
 from bytetx.ops.embedding import embed
-from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged_plan import launches_by_sizes
 from bytetx.packed import ComputedTokens, PackedBatch, SharedPrefixes
@@ -367,12 +367,10 @@ def _coded_table(
 ) -> CodedWeight | None:
     """The word table in few bits, where the quantization keeps it so."""
     kept = None if quantization is None else weight_format(quantization, spec)
-    if kept is None or kept.table is None or shard is not None:
+    if kept is None or kept.table_bits is None or shard is not None:
         return None
-    if kept.table_bits is not None and torch.device(load.device).type == "cpu":
-        shape = (spec.vocab_size, spec.embedding_size)
-        return load.grouped(spec.embeddings["word"], shape, bits=kept.table_bits)
-    return kept.table(prepare_linear(_word_table(spec, load, shard), prepack=False))
+    shape = (spec.vocab_size, spec.embedding_size)
+    return load.grouped(spec.embeddings["word"], shape, bits=kept.table_bits)
 
 
 def _embedding_weights(

@@ -70,6 +70,14 @@ def test_generate_as_the_held_weights_do(
             assert abs(one.logprobs[0].logprob - other.logprobs[0].logprob) < 0.05
 
 
+def test_a_batch_invariant_head_is_one(tmp_path: Path) -> None:
+    folder = save_causal(tmp_path, "qwen3", hidden_size=128, head_dim=32, intermediate_size=256)
+    loaded = load_checkpoint(folder, device="cuda", dtype="int4", batch_invariant=True)
+    assert loaded.heads.lm is not None
+    rows = torch.randn(40, 128, device="cuda", dtype=loaded.dtype)
+    assert torch.equal(loaded.heads.lm.forward(rows)[:3], loaded.heads.lm.forward(rows[:3]))
+
+
 def test_encoders_take_int4(tmp_path: Path) -> None:
     folder = save(tiny_model("bert", **SIZES), tmp_path)
     batch = pack(random_ids([5, 30]), has_token_types=True, position_offset=0)
