@@ -39,7 +39,7 @@ template <typename T, int kBits, int kTokens>
 struct GroupedTile {
     using Element = T;
     static constexpr int kTileTokens = kTokens;
-    // A wgmma of 8 columns takes as long as one of 64; mma.sync of few columns is done sooner.
+    // Few columns by mma.sync: without wgmma's fences, blocks are decoded between products.
     static constexpr bool kIsWarp = kTokens <= 16;
     static constexpr int kBlocks = kTokens <= 32 ? 4 : 2;
     static constexpr int kBlockBytes = Codes<kBits>::kBytes;
