@@ -10,6 +10,7 @@
 #include "gate_ops.h"
 #include "grouped_ops.h"
 #include "linear_norm_ops.h"
+#include "linear_rotary_ops.h"
 #include "maxsim_ops.h"
 #include "padding_ops.h"
 
@@ -86,6 +87,7 @@ void bind_cuda(py::module_& m) {
     bind<&gate_rows>(m, "gate_rows");
     bind<&linear_norm_workspace_bytes>(m, "linear_norm_workspace_bytes", {"m", "n"});
     bind<&linear_norm>(m, "linear_norm");
+    bind<&linear_rotary>(m, "linear_rotary");
     m.def("fp8_linear_tilings",
           [] { return list_tilings(num_fp8_linear_tilings(), fp8_linear_tiling); });
     bind<&fp8_linear>(m, "fp8_linear");

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from bytetx.nn.layer import Rows
+from bytetx.ops.linear_rotary import HeadRotation
 from bytetx.ops.low_rank import AdaptedWeight, LowRankChange
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
@@ -68,6 +69,9 @@ class AdaptedRows(Rows):
 
     def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
         return super().column_parallel(x, self._adapted(w), activation=activation)
+
+    def project_heads(self, x: Tensor, w: Weight, rotation: HeadRotation) -> Tensor:
+        return super().project_heads(x, self._adapted(w), rotation)
 
     def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor:
         return super().row_parallel_partial(x, self._adapted(w))

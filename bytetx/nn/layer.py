@@ -12,6 +12,7 @@ from torch import Tensor
 from bytetx.ops.embedding import embed
 from bytetx.ops.experts import ExpertsWeight, run_experts
 from bytetx.ops.linear import LinearWeight, fuses_residual
+from bytetx.ops.linear_rotary import HeadRotation, linear_rotary
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 
@@ -263,6 +264,10 @@ class Rows:
     def column_parallel(self, x: Tensor, w: Weight, *, activation: str = "none") -> Tensor:
         """The first linear layer of a half: all rows, this rank's outputs."""
         return w.matmul(x, activation=activation)
+
+    def project_heads(self, x: Tensor, w: Weight, rotation: HeadRotation) -> Tensor:
+        """column_parallel of a half without activation, whose first heads are then turned."""
+        return linear_rotary(x, w, rotation)
 
     def row_parallel_partial(self, x: Tensor, w: Weight) -> Tensor:
         """The attention's half of a parallel layer, which row_parallel adds to the other.

@@ -26,11 +26,12 @@ from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.disentangled import DISENTANGLED_ATTENTION, has_disentangled_kernel, require_span
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import MAX_FEW_ROWS, LinearWeight
+from bytetx.ops.linear_rotary import HeadRotation
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged import PAGED_ATTENTION, WRITE_KV, PagedCalls
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
 from bytetx.ops.panels import PanelFinder
-from bytetx.ops.rotary_kv import NORM_ROTARY, ROTARY, ROTARY_WRITE_KV, norm_heads
+from bytetx.ops.rotary_kv import NORM_ROTARY, ROTARY_WRITE_KV, norm_heads
 from bytetx.packed import PackedBatch
 from bytetx.sequence_tree import SequenceTree
 
@@ -48,7 +49,6 @@ class _Pass(RowPass):
     rotations: dict[RotarySpec, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     # By window: what computes attention, chosen once for all layers, and its plan.
     attention: dict[int, tuple[Callable[..., torch.Tensor], AttentionPlan | PagedPlan | None]]
-    rotate: Callable[..., None]
     cache: KvCache | None
     on_kv: OnKv | None
 
@@ -284,9 +284,8 @@ class Layers:
         attention = {}
         for window in self.windows:
             attention[window] = self._choose_attention(batch, dtype, window, cache)
-        rotate = ROTARY.choose(batch.device, dtype).run
         is_post = self.layer_spec.norm_placement == "post"
-        return _Pass(rows, is_post, pause, batch, rotations, attention, rotate, cache, on_kv)
+        return _Pass(rows, is_post, pause, batch, rotations, attention, cache, on_kv)
 
     def _choose_attention(
         self, batch: PackedBatch, dtype: torch.dtype, window: int, cache: KvCache | None
@@ -371,9 +370,7 @@ class Layers:
         heads = [blocks.num_heads, blocks.num_kv_heads, blocks.num_kv_heads]
         if step.pause is not None:
             step.pause()
-        qkv = step.rows.column_parallel(h, layer.qkv)
-        if self.is_interleaved:
-            qkv = self._separate(qkv)
+        qkv, is_turned = self._project_heads(h, layer, i, step)
         by_head = qkv.unflatten(1, (-1, self.spec.head_dim))
         q, k, v = by_head.split(heads, dim=1)  # views
         if layer.q_norm is not None and layer.k_norm is not None and self._norms_projections:
@@ -416,10 +413,7 @@ class Layers:
                 early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,
                 **options,
             ).flatten(1)
-        if layer.q_norm is None:  # q's heads and k's lie side by side
-            if self._rotations[i] is not None:
-                self._rotate_heads(by_head[:, : heads[0] + heads[1]], i, step)
-        else:
+        if not is_turned:
             q, k = self._rotate(q, k, layer, i, step)
         if batch.computed:
             k = torch.cat([k, *(computed.kv[i, 0] for computed in batch.computed)])
@@ -436,6 +430,27 @@ class Layers:
             bias_positions=batch.bias_positions,
             **options,
         ).flatten(1)
+
+    def _project_heads(
+        self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass
+    ) -> tuple[torch.Tensor, bool]:
+        """Rows of q, k and v, and whether q and k are what attention reads.
+
+        Heads without norms or pages, side by side in their rows, are rotated by the product.
+        """
+        if step.cache is not None or layer.q_norm is not None or self.is_interleaved:
+            qkv = step.rows.column_parallel(h, layer.qkv)
+            return (self._separate(qkv) if self.is_interleaved else qkv), False
+        rotation = self._rotations[i]
+        if rotation is None:
+            return step.rows.column_parallel(h, layer.qkv), True
+        turn = HeadRotation(
+            *step.rotations[rotation],
+            num_heads=self.blocks.num_heads + self.blocks.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            is_interleaved=rotation.is_interleaved,
+        )
+        return step.rows.project_heads(h, layer.qkv, turn), True
 
     def _separate(self, qkv: torch.Tensor) -> torch.Tensor:
         """Features of q, then k, then v, of a weight whose groups of heads take turns."""
@@ -456,12 +471,6 @@ class Layers:
         elif norms[0] is not None and norms[1] is not None:
             q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
         return q, k
-
-    def _rotate_heads(self, heads: torch.Tensor, i: int, step: _Pass) -> None:
-        """heads [total_tokens, any number, head_dim], in place."""
-        rotation = self._rotations[i]
-        if rotation is not None:
-            step.rotate(heads, *step.rotations[rotation], is_interleaved=rotation.is_interleaved)
 
     def _write_kv(
         self,

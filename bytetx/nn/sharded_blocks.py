@@ -16,6 +16,7 @@ from bytetx.ops.comm_gemm import (
     gemm_reduce_scatter,
 )
 from bytetx.ops.embedding import embed
+from bytetx.ops.linear_rotary import HeadRotation
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import ModelShard, feature_offsets, has_even_shards
@@ -136,6 +137,11 @@ class ShardedRows(Rows):
         return all_gather_gemm(
             x, w, peers=self._peers, row_offsets=self._offsets, activation=activation
         )
+
+    def project_heads(self, x: Tensor, w: Weight, rotation: HeadRotation) -> Tensor:
+        d = self.column_parallel(x, w)
+        rotation.turn(d)
+        return d
 
     def row_parallel(
         self,

@@ -24,6 +24,7 @@
 #include "common/check.cuh"
 #include "common/dispatch.cuh"
 #include "common/launch.cuh"
+#include "common/rotation.cuh"
 #include "common/row_norm.cuh"
 
 namespace bytetx {
@@ -102,13 +103,6 @@ __device__ __forceinline__ void store_piece(T* to, const float (&x)[kPiece], boo
     for (int i = 0; i < static_cast<int>(sizeof(piece) / sizeof(*words)); ++i) {
         streams ? store_streaming(at + i, words[i]) : void(at[i] = words[i]);
     }
-}
-
-// Rounded where it says so, or kernels with other numbers of heads a thread round elsewhere.
-__device__ __forceinline__ void rotate(float& a, float& b, float cos, float sin) {
-    const float x = a;
-    a = fmaf(x, cos, -__fmul_rn(b, sin));
-    b = fmaf(b, cos, __fmul_rn(x, sin));
 }
 
 // Sum over the group_threads neighbouring lanes that share a head.
