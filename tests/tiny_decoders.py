@@ -52,6 +52,14 @@ def _rope(rope_type: str, **parameters: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 500.0} | parameters}
 
 
+_GROWTH = _rope(
+    "yarn",
+    factor=16.0,
+    original_max_position_embeddings=6,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.5,
+)
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 24}
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 
@@ -116,6 +124,11 @@ DECODERS = {
     ),
     "mistral": ("Mistral", _LLAMA | {"sliding_window": WINDOW}),
     "mistral-full": ("Mistral", _LLAMA | {"sliding_window": None}),
+    "ministral3": ("Ministral3", _LLAMA | {"head_dim": 16, "sliding_window": None} | _GROWTH),
+    "ministral3-window": (
+        "Ministral3",
+        _LLAMA | {"sliding_window": WINDOW, "head_dim": 16} | _GROWTH,
+    ),
     "qwen2": ("Qwen2", _LLAMA),
     "qwen2-window": ("Qwen2", _LLAMA | _QWEN_WINDOW),
     "qwen3": ("Qwen3", _LLAMA | {"head_dim": 16, "tie_word_embeddings": True}),

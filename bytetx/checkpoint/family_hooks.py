@@ -3,12 +3,17 @@
 A family's file names one by `hook`; it takes the spec without it and returns the complete one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from bytetx.checkpoint.config import Values
-from bytetx.checkpoint.layer_spec import ConvolutionSpec, DisentangledSpec, read_alibi
+from bytetx.checkpoint.config import Values, positive_number
+from bytetx.checkpoint.layer_spec import (
+    ConvolutionSpec,
+    DisentangledSpec,
+    QueryGrowth,
+    read_alibi,
+)
 from bytetx.checkpoint.model_spec import ModelSpec
 from bytetx.errors import CheckpointError
 
@@ -211,6 +216,28 @@ def granite(values: Values, spec: ModelSpec) -> ModelSpec:
     )
 
 
+def ministral3(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Queries are multiplied by a number that grows with their position."""
+    given = values.config.get("rope_parameters")
+    if not isinstance(given, Mapping):
+        if values.config.get("rope_theta") is not None:
+            return spec
+        raise CheckpointError(
+            f"config.json: rope_parameters must be a table, got {given!r:.120}; the scaling of "
+            "positions has no default"
+        )
+    if not given.get("llama_4_scaling_beta"):
+        return spec
+    period = given.get("original_max_position_embeddings")
+    if type(period) is not int or period < 1:
+        raise CheckpointError(
+            "config.json: rope original_max_position_embeddings must be a positive integer, got "
+            f"{period!r:.120}"
+        )
+    beta = positive_number("rope llama_4_scaling_beta", given["llama_4_scaling_beta"])
+    return _layers(spec, query_growth=QueryGrowth(beta, period))
+
+
 def modernbert(values: Values, spec: ModelSpec) -> ModelSpec:
     """The first layer has no norm before it; a window has half of it on either side."""
     window = spec.layer_spec.window and spec.layer_spec.window // 2 + 1
@@ -267,6 +294,7 @@ _HOOKS: tuple[Hook, ...] = (
     gpt_neo,
     gpt_neox,
     granite,
+    ministral3,
     modernbert,
     opt,
     qwen3_moe,

@@ -74,6 +74,14 @@ class AlibiSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Rotated queries are multiplied by 1 + beta * ln(1 + floor(position / period))."""
+
+    beta: float
+    period: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Choices of a model's layers, beyond the sizes of ModelSpec.
 
@@ -93,6 +101,7 @@ class LayerSpec:
     softcap: of attention scores, as of ops.attention; 0: none.
     norm_offset: what is added to the weights of RMS norms.
     alibi: None where scores do not fall with the distance of two tokens.
+    query_growth: None where queries do not grow with their position.
     """
 
     causal: bool
@@ -118,6 +127,7 @@ class LayerSpec:
     softcap: float = 0.0
     norm_offset: float = 0.0
     alibi: AlibiSpec | None = None
+    query_growth: QueryGrowth | None = None
 
     @property
     def norms_projections(self) -> bool:

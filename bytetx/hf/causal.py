@@ -48,6 +48,7 @@ CAUSAL_OUTPUTS = {
         for family in (
             *("GPTNeo", "GPTJ", "GPTNeoX", "OPT", "Llama", "Mistral", "Qwen2", "Qwen3"),
             *("Phi3", "Starcoder2", "StableLm", "SmolLM3", "Olmo2", "Granite"),
+            "Ministral3",
             *("Gemma", "Gemma2", "Gemma3Text"),
         )
     },

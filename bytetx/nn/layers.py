@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from bytetx.checkpoint.layer_spec import QueryGrowth
 from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.blocks import Blocks
@@ -51,6 +52,8 @@ class _Pass(RowPass):
     attention: dict[int, tuple[Callable[..., torch.Tensor], AttentionPlan | PagedPlan | None]]
     cache: KvCache | None
     on_kv: OnKv | None
+    # [total_tokens, 1, 1], what queries are multiplied by after their rotation; None: nothing.
+    growth: torch.Tensor | None
 
 
 # To look into what oneDNN has laid out takes as long as some short texts; a model that is loaded
@@ -63,6 +66,12 @@ def _is_laid_out(layer: LayerWeights) -> bool:
     matrices = [w.fused if isinstance(w, GatedWeight) else w for w in layer.linears]
     is_dense = isinstance(layer.feed_forward, DenseFeedForward)
     return is_dense and all(isinstance(w, LinearWeight) and w.is_prepacked for w in matrices)
+
+
+def _query_growth(growth: QueryGrowth, batch: PackedBatch, dtype: torch.dtype) -> torch.Tensor:
+    """As of _Pass, by the position of each token."""
+    periods = torch.log1p((batch.position_ids // growth.period).float())
+    return periods.mul_(growth.beta).add_(1).to(dtype)[:, None, None]
 
 
 class Layers:
@@ -285,7 +294,9 @@ class Layers:
         for window in self.windows:
             attention[window] = self._choose_attention(batch, dtype, window, cache)
         is_post = self.layer_spec.norm_placement == "post"
-        return _Pass(rows, is_post, pause, batch, rotations, attention, cache, on_kv)
+        grows = self.layer_spec.query_growth
+        growth = None if grows is None else _query_growth(grows, batch, dtype)
+        return _Pass(rows, is_post, pause, batch, rotations, attention, cache, on_kv, growth)
 
     def _choose_attention(
         self, batch: PackedBatch, dtype: torch.dtype, window: int, cache: KvCache | None
@@ -399,6 +410,7 @@ class Layers:
             past, cache = batch.past, step.cache.layers[i]
             assert past is not None  # _check has seen to it
             q = self._write_kv(q, k, v, layer, i, step, cache)
+            q = q if step.growth is None else q * step.growth
             return attend(
                 q,
                 cache.k_cache,
@@ -415,6 +427,7 @@ class Layers:
             ).flatten(1)
         if not is_turned:
             q, k = self._rotate(q, k, layer, i, step)
+        q = q if step.growth is None else q * step.growth
         if batch.computed:
             k = torch.cat([k, *(computed.kv[i, 0] for computed in batch.computed)])
             v = torch.cat([v, *(computed.kv[i, 1] for computed in batch.computed)])

@@ -84,6 +84,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _STATIC = "SparseStaticEmbedding"
 # The hub's code of Jina embeddings v3: the Transformer module with the adapters of tasks.
 _JINA_TRANSFORMER = "custom_st.Transformer"
+# The hub's code of pplx-embed: its module after pooling, which has no files.
+_TANH_QUANTIZER = "st_quantize.FlexibleQuantizer"
 
 VectorSimilarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 # By the names in config files; others, as of functions of the user's own, count as none.
@@ -201,7 +203,15 @@ class AutoEncoder:
         return linear(x - self.pre_bias, self.encoder)
 
 
-Module = Dense | Projection | LayerNorm | Normalize | AutoEncoder
+@dataclass(frozen=True, slots=True)
+class TanhQuantizer:
+    """round(127 tanh(x)): f32 whole numbers that int8 holds."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x).mul_(127).round_()
+
+
+Module = Dense | Projection | LayerNorm | Normalize | AutoEncoder | TanhQuantizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,10 +396,11 @@ def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -
         elif kind == "Dropout":
             _DROPOUT.read(path.parent / str(entry.subfolder) / "config.json", may_be_absent=True)
         elif kind in _AFTER_POOLING:
-            # Normalize has no weights, older ones no files, and hubs drop empty folders.
-            module = entry.folder if kind != "Normalize" else path.parent / str(entry.subfolder)
-            if kind != "Normalize" or module.resolve() != own.resolve():  # there it is the model's
-                _SCHEMAS[kind].read(module / "config.json", may_be_absent=kind == "Normalize")
+            # Some have no weights, older ones no files, and hubs drop empty folders.
+            is_plain = kind in _WITHOUT_WEIGHTS
+            module = path.parent / str(entry.subfolder) if is_plain else entry.folder
+            if not is_plain or module.resolve() != own.resolve():  # there it is the model's
+                _SCHEMAS[kind].read(module / "config.json", may_be_absent=is_plain)
             spec = replace(spec, modules=(*spec.modules, (kind, module)))
     kinds = [kind for kind, _ in spec.modules]
     if "SparseAutoEncoder" in kinds[:-1]:
@@ -464,6 +475,8 @@ def _module_kind(entry: _Entry, own: Path) -> str:
     name, kind, path = entry.name, entry.kind, entry.path
     if name == _JINA_TRANSFORMER and "lora_adaptations" in read_json(own / "config.json", {}):
         return "Transformer"
+    if name == _TANH_QUANTIZER:
+        return entry.kind
     known = (*TRANSFORMERS, "Pooling", "SpladePooling", "LogitScore", "Dropout", *_AFTER_POOLING)
     if not name.startswith("sentence_transformers.") or kind not in known:
         raise CheckpointError(
@@ -574,11 +587,14 @@ _SCHEMAS = {
     "LayerNorm": NORM,
     "SparseAutoEncoder": AUTO_ENCODER,
     "Normalize": NORMALIZE,
+    "FlexibleQuantizer": NORMALIZE,
 }
+_WITHOUT_WEIGHTS = ("Normalize", "FlexibleQuantizer")
 # Modules after pooling; Dropout does nothing in inference.
 _AFTER_POOLING: dict[str, Callable[[Path, torch.device], Module]] = {
     "Dense": _load_dense,
     "LayerNorm": _load_norm,
     "SparseAutoEncoder": _load_auto_encoder,
     "Normalize": lambda folder, device: Normalize(),
+    "FlexibleQuantizer": lambda folder, device: TanhQuantizer(),
 }

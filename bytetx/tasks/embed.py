@@ -15,7 +15,7 @@ from bytetx.arguments import check_dimensions, chosen_modes
 from bytetx.encode.request import RunStats
 from bytetx.encode.step import Capture, Step, Task, are_finite, last_tokens
 from bytetx.errors import InputError, OptionError
-from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize
+from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize, TanhQuantizer
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import POOLING_MODES, largest, pool
 from bytetx.tasks.call import TaskCall
@@ -155,7 +155,8 @@ class DenseOptions(TaskOptions):
     precision: Precision = option(
         "float32",
         "float32, float16, int8, uint8, or binary and ubinary (int8 and uint8 with the signs of 8 "
-        "dimensions in each byte), as sentence-transformers' quantize_embeddings.",
+        "dimensions in each byte), as sentence-transformers' quantize_embeddings; int8 is exact "
+        "where the checkpoint's own vectors are whole numbers.",
     )
     ranges: npt.ArrayLike | None = option(
         None,
@@ -237,6 +238,8 @@ def dense_task(
     if options.normalize is False:
         modules = tuple(module for module in modules if not isinstance(module, Normalize))
     normalizes = any(isinstance(module, Normalize) for module in modules)
+    if options.precision in ("binary", "ubinary"):  # signs of what is not rounded yet
+        modules = tuple(module for module in modules if not isinstance(module, TanhQuantizer))
     size = output_size(context.output_size, modes, modules)
     kept = options.dimensions
     if kept is not None:
@@ -246,7 +249,13 @@ def dense_task(
     quantizer, precision = None, options.precision
     if not isinstance(precision, str) or precision != "float32" or options.ranges is not None:
         quantizer = make_quantizer(
-            precision, options.ranges, dim=kept or size, device=checkpoint.device
+            precision,
+            options.ranges,
+            dim=kept or size,
+            device=checkpoint.device,
+            is_whole=bool(modules)
+            and isinstance(modules[-1], TanhQuantizer)
+            and not options.normalize,
         )
     return EmbedTask(
         modes,

@@ -33,12 +33,14 @@ class Quantizer:
     precision: int8 and uint8 divide the range of each dimension into 256 equal steps; binary and
     ubinary pack the signs of 8 dimensions into a byte, the first in its highest bit.
     ranges: f32 [2, dim], minima and maxima, for int8 and uint8; on the device of the vectors.
+    is_whole: the vectors are whole numbers from -128 to 127, which int8 and uint8 round to.
     key: equal for quantizers that do the same.
     """
 
     precision: str
     ranges: torch.Tensor | None = None
     key: Hashable = None
+    is_whole: bool = False
 
     @property
     def dtype(self) -> np.dtype:
@@ -47,7 +49,7 @@ class Quantizer:
     @property
     def needs_ranges(self) -> bool:
         """Whether all vectors must be known before the first one can be quantised."""
-        return self.precision in _INTEGERS and self.ranges is None
+        return self.precision in _INTEGERS and self.ranges is None and not self.is_whole
 
     def size(self, dim: int) -> int:
         """Numbers of a row that was `dim` numbers."""
@@ -61,7 +63,7 @@ class Quantizer:
             return self._pack(x)
         if self.ranges is not None:
             return self._divide(x, self.ranges)
-        return x
+        return self._round(x) if self.is_whole else x
 
     def on_host(self, x: np.ndarray) -> np.ndarray:
         """The same of f32 rows on the host."""
@@ -76,6 +78,12 @@ class Quantizer:
         packed = eights.sum(dim=2, dtype=torch.uint8)
         # The signed form is the unsigned one less 128.
         return packed if self.precision == "ubinary" else (packed ^ 128).view(torch.int8)
+
+    def _round(self, x: torch.Tensor) -> torch.Tensor:
+        values = x.round().clamp_(-128, 127)
+        if self.precision == "uint8":
+            return (values + 128).to(torch.uint8)
+        return values.to(torch.int8)
 
     def _divide(self, x: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
         starts = ranges[0]
@@ -99,9 +107,11 @@ def quantized(x: torch.Tensor, quantizer: Quantizer | None) -> tuple[torch.Tenso
 
 
 def make_quantizer(
-    precision: str, ranges: object, *, dim: int, device: torch.device
+    precision: str, ranges: object, *, dim: int, device: torch.device, is_whole: bool = False
 ) -> Quantizer | None:
     """The quantizer of a precision; None for float32, whose vectors stay as they are.
+
+    is_whole: as of Quantizer.
 
     Raises OptionError for an unknown precision, and for ranges that are not finite [2, dim] or
     that the precision does not use.
@@ -114,7 +124,8 @@ def make_quantizer(
     if precision == "float32":
         return None
     if ranges is None:
-        return Quantizer(precision, key=precision)
+        is_whole = is_whole and precision in _INTEGERS
+        return Quantizer(precision, key=(precision, is_whole), is_whole=is_whole)
     given = _checked(ranges, dim)
     key = precision, given.tobytes()
     return Quantizer(precision, torch.from_numpy(given).to(device), key)

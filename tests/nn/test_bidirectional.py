@@ -11,12 +11,14 @@ from tiny import load, one_thread, random_ids, save  # noqa: F401  (one_thread i
 from tiny_decoders import WINDOW, expected, tiny_decoder
 
 import bytetx
+from bytetx.checkpoint.layer_spec import QueryGrowth
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import CheckpointError, InputError
 from bytetx.nn import heads
 
 SEQLENS = [1, 2, WINDOW, WINDOW + 1, WINDOW + 2, 40, 3]
 FAMILIES = ["llama", "mistral-full", "mistral", "qwen2", "qwen2-window", "qwen3"]
+FAMILIES += ["ministral3", "ministral3-window"]
 # config.json's ways to say it, by family.
 WAYS = [
     ("llama", {"is_causal": False}),
@@ -34,6 +36,25 @@ WAYS = [
     (
         "mistral-full",
         {"auto_map": {"AutoModel": "modeling_mistral_encoder.MistralEncoderModel"}},
+    ),
+    (
+        "qwen3",
+        {
+            "model_type": "bidirectional_pplx_qwen3",
+            "use_bidirectional_attention": True,
+            "auto_map": {
+                "AutoConfig": "configuration.PPLXQwen3Config",
+                "AutoModel": "modeling.PPLXQwen3Model",
+            },
+        },
+    ),
+    (
+        "ministral3",
+        {
+            "model_type": "ministral3_bidirec",
+            "architectures": ["Ministral3BidirectionalModel"],
+            "auto_map": {"AutoModel": "model.Ministral3BidirectionalModel"},
+        },
     ),
     (
         "qwen2",
@@ -84,6 +105,27 @@ def test_a_causal_checkpoint_stays_causal() -> None:
         assert spec.is_causal and not spec.is_bidirectional and "lm" in spec.heads
     with pytest.raises(CheckpointError, match="is_causal must be true or false, got 0"):
         build_spec({"model_type": "qwen2", "is_causal": 0})
+
+
+def test_growing_queries_as_files_have_them() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "mscale": 1.0}
+    rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 16384}
+    text = {"model_type": "ministral3", "rope_parameters": rope | {"llama_4_scaling_beta": 0.1}}
+    for config in (text, {"model_type": "mistral3", "text_config": text}):
+        layers = build_spec(config).layer_spec
+        assert layers.query_growth == QueryGrowth(0.1, 16384)
+        assert layers.rotary.attention_factor == 1.0
+    small = {"model_type": "mistral3", "text_config": {"model_type": "mistral", "rope_theta": 1e9}}
+    assert build_spec(small).layer_spec.query_growth is None
+    for changes, message in (
+        ({"rope_parameters": None}, "rope_parameters must be a table"),
+        (
+            {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            "must be a positive integer, got None",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            build_spec(text | changes)
 
 
 def test_it_embeds_and_refuses_to_generate(tmp_path: Path) -> None:

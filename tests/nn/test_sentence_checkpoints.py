@@ -146,3 +146,54 @@ def test_embedding_gemma(tmp_path: Path) -> None:
         warnings.simplefilter("error", FallbackWarning)
         found = bytetx.wrap(theirs).encode_query(inputs)
     np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def save_pplx(folder: Path) -> Path:
+    """pplx-embed: a bidirectional Qwen3, its mean, and whole numbers by tanh."""
+    base = save_causal(folder / "base", "qwen3", "Model", is_causal=False)
+    save(folder / "model", base, [Pooling(HIDDEN, "mean")])
+    folder /= "model"
+    entries = json.loads((folder / "modules.json").read_text())
+    entries.append({"idx": 2, "name": "2", "path": "", "type": "st_quantize.FlexibleQuantizer"})
+    (folder / "modules.json").write_text(json.dumps(entries))
+    auto_map = {
+        "AutoConfig": "configuration.PPLXQwen3Config",
+        "AutoModel": "modeling.PPLXQwen3Model",
+    }
+    edit_json(
+        folder / "config.json",
+        model_type="bidirectional_pplx_qwen3",
+        architectures=["PPLXQwen3Model"],
+        auto_map=auto_map,
+        is_causal=True,
+        use_bidirectional_attention=True,
+    )
+    return folder
+
+
+@pytest.mark.feature("Checkpoints", "vectors that are whole numbers (pplx-embed)")
+def test_pplx_embed_gives_whole_numbers(tmp_path: Path) -> None:
+    folder = save_pplx(tmp_path)
+    plain = SentenceTransformer(
+        modules=[Transformer(str(tmp_path / "base")), Pooling(HIDDEN, "mean")], device="cpu"
+    )
+    pooled = plain.encode(INPUTS)
+    wanted = np.rint(np.tanh(pooled) * 127)
+    model = bytetx.load(folder, device="cpu")
+    vectors = model.embed(INPUTS).vectors
+    assert vectors.dtype == np.float32 and np.array_equal(vectors, np.rint(vectors))
+    # A number that lies between two whole ones may be rounded to either.
+    assert np.abs(vectors - wanted).max() <= 1 and (vectors == wanted).mean() > 0.99
+    small = model.embed(INPUTS, precision="int8").vectors
+    assert small.dtype == np.int8 and np.array_equal(small, vectors)
+    assert np.array_equal(model.embed(INPUTS[:1], precision="int8").vectors, small[:1])
+    assert np.array_equal(model.embed(INPUTS, precision="uint8").vectors, vectors + 128)
+    assert np.array_equal(
+        model.embed(INPUTS, precision="int8", dimensions=16).vectors, small[:, :16]
+    )
+    bits = model.embed(INPUTS, precision="ubinary").vectors
+    assert (bits == np.packbits(pooled >= 0, axis=1)).mean() > 0.99
+    lengths = np.linalg.norm(model.embed(INPUTS, normalize=True).vectors, axis=1)
+    assert np.allclose(lengths, 1, atol=1e-5)
+    long = model.embed([" ".join(INPUTS * 9)], overflow="chunk", precision="int8").vectors
+    assert long.dtype == np.int8 and long.any()
