@@ -29,6 +29,7 @@ def checkpoint_info(
         "masked language model": heads.masked_lm,
         "language model": heads.lm,
         "decision": heads.decision,
+        "span extraction": heads.extraction,
     }
     return {
         "path": str(checkpoint_path(checkpoint.folder)),

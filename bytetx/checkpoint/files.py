@@ -13,6 +13,7 @@ from bytetx.checkpoint.side_files import (
     TEXT,
     TOKEN_IDS,
     Field,
+    check_fields,
     either,
     integer,
     list_of,
@@ -38,6 +39,7 @@ _CONFIG = {
     "tokenizer_class": TEXT,
 }
 ADAPTER_CONFIG = "adapter_config.json"
+GLINER_CONFIG = "gliner_config.json"
 _ADAPTER = {"base_model_name_or_path": TEXT, "revision": TEXT}
 MODULES: dict[str, Field] = {
     "idx": integer(0),
@@ -45,6 +47,12 @@ MODULES: dict[str, Field] = {
     "path": PATH,
     "type": TEXT,
 }
+
+# Writes safetensors and all settings of a GLiNER model.
+GLINER_SAVE = (
+    "python -c \"import gliner as g; g.GLiNER.from_pretrained('.').save_pretrained('.', "
+    'safe_serialization=True)"'
+)
 
 _MAX_MODULES = 256  # those in use have at most a dozen
 
@@ -145,7 +153,7 @@ def _check_kind(where: str, names: list[str]) -> None:
 
     names: of the files, relative to the checkpoint's folder.
     """
-    if not {"config.json", "modules.json", ADAPTER_CONFIG} & set(names):
+    if not {"config.json", "modules.json", ADAPTER_CONFIG, GLINER_CONFIG} & set(names):
         raise CheckpointError(
             f"{where} has no config.json; give the folder that save_pretrained wrote"
         )
@@ -267,8 +275,27 @@ def adapter_base(folder: Path, *, local_files_only: bool = True) -> Path | None:
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """The checkpoint's config.json."""
-    return read_json(folder / "config.json", _CONFIG)
+    """The checkpoint's config.json; of a GLiNER model, its encoder's config."""
+    path, gliner = folder / "config.json", folder / GLINER_CONFIG
+    return _encoder_config(gliner) if is_gliner(folder) else read_json(path, _CONFIG)
+
+
+def is_gliner(folder: Path) -> bool:
+    """Whether a checkpoint's settings are GLiNER's."""
+    return (folder / GLINER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def _encoder_config(path: Path) -> dict[str, Any]:
+    """The encoder's config in gliner_config.json, without the head that it was trained with."""
+    config = read_json(path, {"encoder_config": TABLE}).get("encoder_config")
+    if not config:
+        raise CheckpointError(
+            f"{path} has no encoder_config, as old versions of the gliner package wrote it; "
+            f"save the model again, in that folder: {GLINER_SAVE}"
+        )
+    config = {"model_type": "deberta-v2", **config, "architectures": ["GLiNER"]}
+    check_fields(path, config, _CONFIG)
+    return config
 
 
 def refuse_own_code(folder: Path, config: Mapping[str, Any], families: Families) -> None:

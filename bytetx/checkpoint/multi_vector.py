@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bytetx.checkpoint.files import TRANSFORMERS, module_folder, read_modules
+from bytetx.checkpoint.files import TRANSFORMERS, load_config, module_folder, read_modules
 from bytetx.checkpoint.side_files import (
     FLAG,
     TABLE,
@@ -129,10 +129,7 @@ def load_multi_vector_spec(folder: Path, own: Path, *, base: Path) -> MultiVecto
     another one where `own` holds an adapter.
     Raises CheckpointError for damaged files and for modules that are not known.
     """
-    architectures = read_json(base / "config.json", {"architectures": list_of(TEXT)}).get(
-        "architectures"
-    )
-    if "HF_ColBERT" in (architectures or ()):
+    if "HF_ColBERT" in (load_config(base).get("architectures") or ()):
         return _stanford(base)
     path = folder / "modules.json"
     if not path.is_file():

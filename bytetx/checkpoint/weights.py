@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from bytetx.checkpoint.files import GLINER_SAVE, is_gliner
 from bytetx.checkpoint.gguf.file import GGUF_SUFFIX, read_gguf
 from bytetx.checkpoint.gguf.tensors import named_tensors
 from bytetx.checkpoint.quantized_tensors import decode_quantized
@@ -451,8 +452,8 @@ def _no_weights(folder: Path, spec: ModelSpec) -> str:
         return f"{folder} has no model.safetensors (nor {_INDEX}); it has: {found or 'nothing'}"
     name = next((name for name in spec.architectures if name.isidentifier()), "AutoModel")
     code = f"import transformers as t; t.{name}.from_pretrained('.').save_pretrained('.')"
+    command = GLINER_SAVE if is_gliner(folder) else f'python -c "{code}"'
     return (
         f"{folder} has pickle weights ({', '.join(sorted(pickles)[:3])}), which can run code when "
-        "opened and are refused; if you trust them, convert them once, in that folder: "
-        f'python -c "{code}"'
+        f"opened and are refused; if you trust them, convert them once, in that folder: {command}"
     )

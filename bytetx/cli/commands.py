@@ -334,6 +334,37 @@ def tag(
 
 @app.command()
 @with_job_options
+def extract(
+    options: JobOptions,
+    label: Annotated[
+        list[str], typer.Option("--label", help="What is looked for; give it for each label.")
+    ],
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, help="Spans with a higher score are extracted.")
+    ] = 0.5,
+    nested: Annotated[
+        bool, typer.Option("--nested", help="Spans may lie inside one another.")
+    ] = False,
+    multi_label: Annotated[
+        bool, typer.Option("--multi-label", help="One span may have several labels.")
+    ] = False,
+) -> None:
+    """Spans of each text that have one of the labels (GLiNER), with character offsets."""
+    from bytetx.cli.files.command import run_text_job
+    from bytetx.cli.files.tasks import list_task
+
+    given = {
+        "labels": label,
+        "threshold": threshold,
+        "nested": nested,
+        "multi_label": multi_label,
+        "truncate": options.truncate,
+    }
+    run_text_job(options, list_task("extract", given))
+
+
+@app.command()
+@with_job_options
 def answer(
     options: JobOptions,
     top_k: TopK = 1,

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bytetx.checkpoint.decision_heads import DecisionHeadSpec
+from bytetx.checkpoint.extraction import ExtractionSpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError
+from bytetx.nn.extraction import ExtractionHead, load_extraction
 from bytetx.nn.heads import (
     ClassificationHead,
     DecisionHead,
@@ -33,6 +35,7 @@ class Heads:
     lm: LmHead | None = None
     question_answering: ClassificationHead | None = None
     decision: DecisionHead | None = None
+    extraction: ExtractionHead | None = None
 
 
 def load_heads(
@@ -43,6 +46,7 @@ def load_heads(
     may_lack: bool,
     decision: DecisionHeadSpec | None,
     label_ids: Sequence[int],
+    extraction: ExtractionSpec | None = None,
 ) -> Heads:
     """The head that `architectures` names; where it names none, those whose tensors are there.
 
@@ -54,6 +58,8 @@ def load_heads(
             spec, load, transformer, may_lack=True, decision=None, label_ids=label_ids
         )
         return replace(trunk, decision=load_decision(spec, load, decision))
+    if extraction is not None:
+        return Heads(extraction=load_extraction(extraction, load, in_features=spec.output_size))
     blocks = transformer.blocks
 
     def lm() -> LmHead | None:

@@ -20,8 +20,9 @@ from bytetx.checkpoint.decision_heads import (
     read_decision_head,
     trunk_config,
 )
+from bytetx.checkpoint.extraction import ExtractionSpec, encoder_spec, read_extraction
 from bytetx.checkpoint.families import Families, read_families
-from bytetx.checkpoint.files import load_config, refuse_own_code
+from bytetx.checkpoint.files import is_gliner, load_config, refuse_own_code
 from bytetx.checkpoint.generation_config import GenerationDefaults, read_generation_config
 from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.router import RouterSpec, read_router
@@ -79,6 +80,7 @@ class LoadedCheckpoint:
     token_modules: what gives each token a vector, behind the transformer.
     pair_template: of the chats that a causal reranker scores.
     decisions: how it asks questions, with the template of decision_template.jinja, if any.
+    extraction: of a GLiNER model.
     tasks: the model with the adapter of each task, where the checkpoint has some.
     router, routes: of a model whose task chooses a route; what is loaded is the default one.
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
@@ -108,6 +110,7 @@ class LoadedCheckpoint:
     pair_template: ChatTemplate | None = None
     decisions: DecisionConfig = DecisionConfig()
     decision_template: ChatTemplate | None = None
+    extraction: ExtractionSpec | None = None
     tasks: TaskTransformers | None = None
     router: RouterSpec | None = None
     routes: Mapping[str, "LoadedCheckpoint"] = field(default_factory=dict)
@@ -215,7 +218,7 @@ def _load(
 ) -> LoadedCheckpoint:
     device = resolve_device(device)
     config, spec, head = _read_spec(sentence, families)
-    decisions = _read_decisions(sentence, head)
+    decisions, extraction = _read_decisions(sentence, head), read_extraction(sentence.folder)
     tokenizer = _load_tokenizer(sentence, spec)
     weights = _open_weights(sentence, spec, head, decisions.adapter, on_tensor=on_tensor)
     quantization = wanted_quantization(dtype, spec, device)
@@ -244,6 +247,7 @@ def _load(
         batch_invariant=batch_invariant,
         decision_head=head,
         label_ids=_label_ids(sentence, spec, tokenizer, decisions),
+        extraction=extraction,
     )
     modules, token_modules, token_weight = _load_sentence_parts(
         sentence, spec, weights, device=device, dtype=dtype, batch_invariant=batch_invariant
@@ -274,6 +278,7 @@ def _load(
         quantization=quantization,
         num_parameters=weights.num_parameters,
         saved_formats=weights.formats,
+        extraction=extraction,
         token_weight=token_weight,
         token_modules=token_modules,
         tasks=tasks,
@@ -291,6 +296,8 @@ def _read_spec(
     refuse_own_code(sentence.folder, config, families)
     head = read_decision_head(sentence.folder, config)
     spec = build_spec(trunk_config(config, head), families)
+    if is_gliner(sentence.folder):
+        spec = encoder_spec(spec)
     check_mask(head, family=spec.family, is_causal=spec.is_causal)
     return config, spec, head
 
@@ -526,6 +533,7 @@ def _load_model(
     batch_invariant: bool = False,
     decision_head: DecisionHeadSpec | None = None,
     label_ids: Sequence[int] = (),
+    extraction: ExtractionSpec | None = None,
 ) -> tuple[Transformer, Heads]:
     """may_lack_head: the head that `architectures` names may be absent.
 
@@ -560,6 +568,7 @@ def _load_model(
             may_lack=may_lack_head,
             decision=decision_head,
             label_ids=label_ids,
+            extraction=extraction,
         )
         return transformer, heads
     except (MemoryError, RuntimeError) as error:

@@ -202,17 +202,17 @@ def _num_values(content: Any) -> int:
     return _MAX_INLINE_VALUES + 1 if isinstance(content, Iterator) else 1
 
 
-def check_characters(exchange: Exchange, count: int, *, field: str) -> None:
+def check_characters(exchange: Exchange, count: int, *, field: str, shared: str = "query") -> None:
     """Raises ServeError where a query and the texts that it is read with are too much work.
 
-    count: characters, those of the query once for each text.
+    count: characters, those of the query once for each text.  shared: what stands for the query.
     """
     settings = exchange.site.settings
     most = max(settings.max_queued_tokens * _CHARACTERS_PER_TOKEN, settings.payload_limit_bytes)
     if count > most:
         raise ServeError(
             "too_large",
-            f"{field} and the query, which is read once for each of them, have {count} characters "
+            f"{field} and the {shared}, read once for each of them, have {count} characters "
             f"in all; the most is {most}, {_CHARACTERS_PER_TOKEN} for each of --max-queued-tokens",
             param=field,
         )

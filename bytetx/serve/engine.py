@@ -49,7 +49,7 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
     has_lm = heads.lm is not None
     reranks = heads.sequence is not None and model.spec.num_labels == 1
     reranks |= reranks_by_logits(model.context)
-    has_other_head = any((heads.sequence, heads.token, heads.question_answering))
+    has_other_head = any((heads.sequence, heads.token, heads.question_answering, heads.extraction))
     is_sparse = sentence.splade is not None
     has_sparse = heads.masked_lm is not None or model.checkpoint.token_weight is not None
     can = {
@@ -59,6 +59,7 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         "classify": heads.sequence is not None,
         "rerank": reranks,
         "tag": heads.token is not None,
+        "extract": heads.extraction is not None,
         "generate": has_lm,
         "decide": asks_about_documents(model.context),
         "tokenize": model.tokenizer is not None,
@@ -71,7 +72,7 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
     elif has_lm and not sentence.modules:
         main = "generate"
     else:
-        order = ("rerank", "classify", "tag", "embed", "embed_sparse")
+        order = ("rerank", "classify", "tag", "extract", "embed", "embed_sparse")
         main = next((task for task in order if can[task]), "embed")
     return ModelFacts(
         name=source.name,
@@ -382,6 +383,12 @@ def _tag_outcome(result: Results[Any]) -> Outcome:
     return Outcome(_timings(result.stats), rows)
 
 
+async def _extract(served: ServedModel, call: Call) -> Outcome:
+    """rows: for each text [{start, end, text, label, score}, ...]"""
+    result = await served.model.extract(call.inputs, **call.options)
+    return Outcome(_timings(result.stats), await asyncio.to_thread(_as_json, list(result)))
+
+
 async def _similarity(served: ServedModel, call: Call) -> Outcome:
     """rows: [score, ...] of the second and later inputs against the first"""
     options, inputs, num_cut = await _prepared(served, call)
@@ -501,6 +508,7 @@ TASKS: Mapping[str, Callable[[ServedModel, Call], Awaitable[Outcome]]] = {
     "classify": _classify,
     "rerank": _rerank,
     "tag": _tag,
+    "extract": _extract,
     "similarity": _similarity,
     "tokenize": _tokenize,
     "decode": _decode,

@@ -77,6 +77,9 @@ def _warm_up_calls(facts: ModelFacts, *, most_tokens: int) -> list[Call]:
         return []
     if task == "rerank" and "classify" not in facts.tasks:  # a causal reranker reads texts
         return [Call(facts.name, "rerank", ["warm", ["up"]], {"truncate": True})]
+    if task == "extract":
+        options = {"labels": ["label"], "truncate": True}
+        return [Call(facts.name, "extract", ["warm up"], options)]
     task = "classify" if task == "rerank" else task
     most = min(facts.max_tokens, most_tokens)
     budget = min(int(facts.info["token_budget"]), most_tokens)

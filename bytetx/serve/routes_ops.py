@@ -88,6 +88,8 @@ def _model_type(facts: ModelFacts) -> dict[str, Any]:
         return {"classifier": named}
     if facts.main_task == "tag":
         return {"token_classifier": named}
+    if facts.main_task == "extract":
+        return {"extractor": {}}
     if facts.main_task == "generate":
         return {"generation": {}}
     pooling = "splade" if facts.main_task == "embed_sparse" else "+".join(facts.info["pooling"])

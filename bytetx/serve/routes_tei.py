@@ -1,4 +1,7 @@
-"""TEI's routes: /embed and its relatives, /predict, /rerank, /tokenize, /decode, POST /."""
+"""TEI's routes: /embed and its relatives, /predict, /rerank, /tokenize, /decode, POST /.
+
+/extract, which TEI lacks, is beside them.
+"""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -24,6 +27,7 @@ from bytetx.serve.schemas import (
     EmbedAllRequest,
     EmbedRequest,
     EmbedSparseRequest,
+    ExtractRequest,
     Fields,
     PredictRequest,
     PredictTokensRequest,
@@ -194,6 +198,29 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
     return json_answer(exchange, content, num_characters=characters)
 
 
+async def extract(body: ExtractRequest, exchange: Exchange) -> Response:
+    """Spans of each text with their labels and scores, in the order of the text."""
+    facts = _model(exchange, body.model, "extract")
+    check_batch(exchange, body.texts, field="texts")
+    labels = body.labels
+    read = list(labels.values()) if isinstance(labels, dict) else labels
+    # The model reads the labels with each text.
+    characters = count_characters(read) * len(body.texts) + count_characters(body.texts)
+    check_characters(exchange, characters, field="texts", shared="labels")
+    outcome = await run(
+        exchange,
+        facts,
+        "extract",
+        body.texts,
+        labels=labels,
+        threshold=0.5 if body.threshold is None else body.threshold,
+        nested=body.nested,
+        multi_label=body.multi_label,
+        truncate=truncates(exchange, body.truncate),
+    )
+    return json_answer(exchange, outcome.rows, num_characters=characters)
+
+
 async def similarity(body: SimilarityRequest, exchange: Exchange) -> Response:
     """How similar each sentence is to the source sentence, by the model's own function."""
     facts = _model(exchange, body.model, "embed")
@@ -263,8 +290,8 @@ async def decode(body: DecodeRequest, exchange: Exchange) -> Response:
 
 
 async def main_task(exchange: Exchange) -> Response:
-    """The model's main task: /similarity for its inputs, else /embed, /predict, /rerank or
-    /predict_tokens, as TEI and Hugging Face's InferenceClient use this route."""
+    """The model's main task: /similarity for its inputs, else /embed, /predict, /rerank, /extract
+    or /predict_tokens, as TEI and Hugging Face's InferenceClient use this route."""
     return await _main_task(await _read_object(exchange), exchange)
 
 
@@ -320,6 +347,8 @@ async def _main_task(given: dict[str, Any], exchange: Exchange) -> Response:
     if task in ("classify", "rerank"):
         body = await _read(PredictRequest, given, exchange)
         return await _predict(body, exchange, is_nested=is_hub_api or not body.inputs.is_single)
+    if task == "extract":
+        return await extract(await _read(ExtractRequest, given, exchange), exchange)
     if task == "tag":
         return await predict_tokens(await _read(PredictTokensRequest, given, exchange), exchange)
     return await embed(await _read(EmbedRequest, given, exchange), exchange)

@@ -410,6 +410,7 @@ class _TeiRequest(Request):
         return self.truncation_direction in ("Left", "left")
 
 
+MAX_LABELS = 1024  # of one body of /extract: an answer's scores are those of all
 MAX_QUESTIONS = 64  # in one body, as transformers serve has it
 _State = str | dict[str, Any] | list[Any]
 _Questions = Annotated[dict[str, Any], Field(min_length=1, max_length=MAX_QUESTIONS)]
@@ -484,6 +485,19 @@ class PredictTokensRequest(_TeiRequest):
         None, description="Cut long texts into chunks that share so many tokens."
     )
     ignore_labels: OrNull[_List[str]] = ["O"]
+
+
+class ExtractRequest(Request):
+    texts: _List[str]
+    labels: (
+        Annotated[_List[str], Field(max_length=MAX_LABELS)]
+        | Annotated[dict[str, str], Field(max_length=MAX_LABELS)]
+    ) = Field(description="What is looked for, or a table with a description of each label.")
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(0.5)
+    nested: OrNull[bool] = False
+    multi_label: OrNull[bool] = False
+    truncate: bool | None = Field(None, description="Cut long texts; the server's --auto-truncate.")
+    model: str | None = Field(None, description="A served model; the first one.")
 
 
 class RerankRequest(_TeiRequest):

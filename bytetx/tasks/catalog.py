@@ -20,6 +20,7 @@ _MODULES = {
     "embed_spans": "embed_chunks",
     "embed_sparse": "embed_sparse",
     "embed_tokens": "embed_tokens",
+    "extract": "extract",
     "fill_mask": "fill_mask",
     "generate": "generate",
     "hidden_states": "hidden_states",

@@ -16,6 +16,7 @@ from bytetx.tasks.results import (
     Answer,
     Embeddings,
     Entity,
+    ExtractedSpan,
     Fill,
     Generation,
     Hit,
@@ -401,6 +402,66 @@ class ModelTasks:
         stream: Literal[True],
         show_progress: bool = False,
     ) -> Stream[ndarray | InputError]: ...
+    @overload
+    def extract(
+        self,
+        texts: Iterable[str],
+        labels: Sequence[str] | Mapping[str, str],
+        *,
+        threshold: float = 0.5,
+        nested: bool = False,
+        multi_label: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise"] = ...,
+        truncate: bool = False,
+        stream: Literal[False] = ...,
+        show_progress: bool = False,
+    ) -> Results[list[ExtractedSpan]]: ...
+    @overload
+    def extract(
+        self,
+        texts: Iterable[str],
+        labels: Sequence[str] | Mapping[str, str],
+        *,
+        threshold: float = 0.5,
+        nested: bool = False,
+        multi_label: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["return"],
+        truncate: bool = False,
+        stream: Literal[False] = ...,
+        show_progress: bool = False,
+    ) -> Results[list[ExtractedSpan] | InputError]: ...
+    @overload
+    def extract(
+        self,
+        texts: Iterable[str],
+        labels: Sequence[str] | Mapping[str, str],
+        *,
+        threshold: float = 0.5,
+        nested: bool = False,
+        multi_label: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise"] = ...,
+        truncate: bool = False,
+        stream: Literal[True],
+        show_progress: bool = False,
+    ) -> Stream[list[ExtractedSpan]]: ...
+    @overload
+    def extract(
+        self,
+        texts: Iterable[str],
+        labels: Sequence[str] | Mapping[str, str],
+        *,
+        threshold: float = 0.5,
+        nested: bool = False,
+        multi_label: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["return"],
+        truncate: bool = False,
+        stream: Literal[True],
+        show_progress: bool = False,
+    ) -> Stream[list[ExtractedSpan] | InputError]: ...
     @overload
     def fill_mask(
         self,
@@ -880,6 +941,36 @@ class AsyncModelTasks:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> TokenEmbeddings: ...
+    @overload
+    async def extract(
+        self,
+        texts: Iterable[str],
+        labels: Sequence[str] | Mapping[str, str],
+        *,
+        threshold: float = 0.5,
+        nested: bool = False,
+        multi_label: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise"] = ...,
+        truncate: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[list[ExtractedSpan]]: ...
+    @overload
+    async def extract(
+        self,
+        texts: Iterable[str],
+        labels: Sequence[str] | Mapping[str, str],
+        *,
+        threshold: float = 0.5,
+        nested: bool = False,
+        multi_label: bool = False,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["return"],
+        truncate: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[list[ExtractedSpan] | InputError]: ...
     @overload
     async def fill_mask(
         self,

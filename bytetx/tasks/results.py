@@ -54,6 +54,20 @@ class Entity:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtractedSpan:
+    """A span of a text that has a label.
+
+    start, end: characters of the text.  score: from 0 to 1.
+    """
+
+    start: int
+    end: int
+    text: str
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A span of a context that answers a question; no text where the context has no answer.
 

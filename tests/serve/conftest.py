@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_causal, save_checkpoint, save_sentence_model
+from extractors import save_extractor
 from serving import InProcess, Server, start_server
 
 from bytetx.serve.loading import load_models
@@ -30,6 +31,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "reranker": save_checkpoint(root / "reranker", head=head, num_labels=1),
         "tagger": save_checkpoint(root / "tagger", head="ForTokenClassification"),
         "sparse": save_checkpoint(root / "sparse", head="ForMaskedLM"),
+        "extractor": save_extractor(root / "extractor"),
         "writer": save_causal(root / "writer", "gpt2"),
     }
     (paths["writer"] / "chat_template.jinja").write_text(CHAT_TEMPLATE)

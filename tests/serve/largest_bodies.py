@@ -57,6 +57,12 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
         *({"inputs": text[:size], "stride": 37, "model": "tagger"} for size in (1000, len(text))),
         {"inputs": text, "stride": 0, "model": "tagger"},
     ],
+    "/extract": lambda text: [
+        {"texts": [text], "labels": ["a"], "model": "extractor"},
+        {"texts": _split(text), "labels": ["a"], "model": "extractor"},
+        {"texts": ["a"], "labels": [text], "model": "extractor"},
+        {"texts": ["a"] * 32, "labels": ["x"] * 1024, "model": "extractor"},
+    ],
     "/rerank": _pairs("texts", model="reranker"),
     "/similarity": lambda text: [
         {"inputs": {"source_sentence": text, "sentences": ["a"] * 31}},

@@ -17,6 +17,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/embed_sparse": {"inputs": "a fox", "model": "sparse"},
     "/predict": {"inputs": "a fox", "model": "classifier"},
     "/predict_tokens": {"inputs": "a fox", "model": "tagger"},
+    "/extract": {"texts": ["a fox"], "labels": ["x"], "model": "extractor"},
     "/rerank": {"query": "a", "texts": ["b", "c"], "model": "reranker"},
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": {}},
     "/tokenize": {"inputs": "a fox"},

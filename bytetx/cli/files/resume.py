@@ -11,6 +11,7 @@ from typing import Any
 
 from bytetx.checkpoint.decision_heads import DECISION_FILES
 from bytetx.checkpoint.families import check_families
+from bytetx.checkpoint.files import GLINER_CONFIG, is_gliner
 from bytetx.checkpoint.sentence_files import TRANSFORMER_FILES
 from bytetx.checkpoint.tokenizer_files import TOKENIZER_FILES
 from bytetx.cli.files.records import RankRequest, Record, RecordError
@@ -162,6 +163,7 @@ _SIDE_NAMES = {
     "config_sentence_transformers.json",
     *DECISION_FILES,
     "generation_config.json",
+    GLINER_CONFIG,
     "modules.json",
     "router_config.json",
     *TRANSFORMER_FILES,
@@ -174,7 +176,8 @@ def model_identity(folder: Path) -> str:
     Both ends of a file are read, 1 MiB each: fine-tuned weights differ there, and a large
     checkpoint costs milliseconds.
     """
-    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    config = GLINER_CONFIG if is_gliner(folder) else "config.json"
+    digest = hashlib.blake2b((folder / config).read_bytes(), digest_size=16)
     for path in sorted(folder.rglob("*.safetensors")):
         size_bytes = path.stat().st_size
         digest.update(f"{path.relative_to(folder)} {size_bytes}".encode())

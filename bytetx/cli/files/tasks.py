@@ -122,6 +122,7 @@ _LISTS: dict[str, tuple[str, Mapping[str, ColumnType]]] = {
     "classify": ("labels", {"label": "string", "score": "float64"}),
     # The names of Hugging Face's token-classification pipeline.
     "tag": ("entities", {"entity_group": "string", "score": "float64", "word": "string", **_SPAN}),
+    "extract": ("spans", {**_SPAN, "text": "string", "label": "string", "score": "float64"}),
     "answer": ("answers", {"answer": "string", "score": "float64", **_SPAN}),
     "fill_mask": (
         "fills",

@@ -1,0 +1,139 @@
+"""GLiNER's files: gliner_config.json describes the encoder and the head that extracts spans."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bytetx.checkpoint.files import GLINER_CONFIG, is_gliner
+from bytetx.checkpoint.model_spec import ModelSpec
+from bytetx.checkpoint.side_files import (
+    FLAG,
+    TABLE,
+    TEXT,
+    Field,
+    check_fields,
+    integer,
+    read_json,
+)
+from bytetx.errors import CheckpointError
+
+# Of the encoder's tensors in a GLiNER model's file.
+_ENCODER = "token_rep_layer.bert_layer.model."
+# An encoder without a table of positions reads texts of any length; attention's memory ends them.
+_MOST_POSITIONS = 1 << 14
+_TOKEN_LEVEL = ("token_level", "token-level")
+_MARKERS = ("marker", "markerV0", "markerV1")
+_POOLING = {"first": "cls", "last": "lasttoken", "mean": "mean", "max": "max"}
+
+_FIELDS: dict[str, Field] = {
+    "class_token_index": integer(-1),
+    "embed_ent_token": FLAG,
+    "encoder_config": TABLE,
+    "ent_token": TEXT,
+    "fuse_layers": FLAG,
+    "hidden_size": integer(1),
+    "labels_encoder": TEXT,
+    "max_len": integer(1),
+    "max_width": integer(1, 1 << 10),
+    "num_rnn_layers": integer(0, 64),
+    "precomputed_prompts_mode": FLAG,
+    "represent_spans": FLAG,
+    "sep_token": TEXT,
+    "span_mode": TEXT,
+    "subtoken_pooling": TEXT,
+    "words_splitter_type": TEXT,
+}
+# Keys of kinds of models that are not read, by what they say.
+_OTHER_KINDS = {
+    "labels_encoder": "labels have an encoder of their own",
+    "labels_decoder": "labels are generated",
+    "relations_layer": "relations are extracted",
+    "decoder_config": "the text model is a causal one",
+    "span_encoder_config": "a second encoder reads the words",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractionSpec:
+    """A GLiNER head: labels come before a text in its prompt, and spans of words are scored.
+
+    A prompt is the marker and the words of each label, then the separator.
+    hidden_size: of words and labels; the encoder's rows are projected to it where they have another
+    size.  max_words: of a text.  max_width: words of a span, None where each word has scores of its
+    own.  markers: how a span is made of its ends: marker, markerV0, markerV1.
+    num_lstm_layers: over the words, 0 for none.  pooling: a mode of ops.pooling, of a word's
+    tokens.  reads_label: a label is the token behind its marker.
+    """
+
+    hidden_size: int
+    max_words: int
+    max_width: int | None
+    markers: str
+    num_lstm_layers: int
+    pooling: str
+    marker: str
+    separator: str
+    reads_label: bool
+
+
+def read_extraction(folder: Path) -> ExtractionSpec | None:
+    """The spec of a GLiNER checkpoint; None where the folder is none.
+
+    Raises CheckpointError for damaged files and for kinds of models that are not read.
+    """
+    if not is_gliner(folder):
+        return None
+    path = folder / GLINER_CONFIG
+    content = read_json(path)
+    check_fields(path, content, _FIELDS)
+    given = {key: value for key, value in content.items() if value is not None}
+    _refuse_others(path, given)
+    mode = given.get("span_mode", "markerV0")
+    is_token_level = mode in _TOKEN_LEVEL
+    if not is_token_level and mode not in _MARKERS:
+        raise CheckpointError(
+            f"{path}: span_mode {mode!r:.120} is not supported; bytetx runs "
+            f"{', '.join(_MARKERS)} and token_level"
+        )
+    pooling = given.get("subtoken_pooling", "first")
+    if pooling not in _POOLING:
+        raise CheckpointError(
+            f"{path}: subtoken_pooling must be one of {', '.join(_POOLING)}, got {pooling!r:.120}"
+        )
+    return ExtractionSpec(
+        hidden_size=given.get("hidden_size", 512),
+        max_words=given.get("max_len", 384),
+        max_width=None if is_token_level else given.get("max_width", 12),
+        markers=mode,
+        num_lstm_layers=given.get("num_rnn_layers", 1),
+        pooling=_POOLING[pooling],
+        marker=given.get("ent_token", "<<ENT>>"),
+        separator=given.get("sep_token", "<<SEP>>"),
+        reads_label=not given.get("embed_ent_token", True),
+    )
+
+
+def _refuse_others(path: Path, given: Mapping[str, Any]) -> None:
+    for key, meaning in _OTHER_KINDS.items():
+        if given.get(key):
+            raise CheckpointError(
+                f"{path}: {key} says that {meaning}, which bytetx does not run yet"
+            )
+    for key in ("fuse_layers", "precomputed_prompts_mode", "represent_spans"):
+        if given.get(key):
+            raise CheckpointError(f"{path}: {key} true is not supported")
+    splitter = given.get("words_splitter_type", "whitespace")
+    if splitter != "whitespace":
+        raise CheckpointError(
+            f"{path}: words_splitter_type {splitter!r:.120} is not supported; bytetx splits words "
+            "as 'whitespace' does"
+        )
+
+
+def encoder_spec(spec: ModelSpec) -> ModelSpec:
+    """The spec of an encoder whose tensors lie in a GLiNER model's file."""
+    positions = spec.max_positions
+    if "position" not in spec.embeddings and spec.layer_spec.disentangled is not None:
+        positions = max(positions, _MOST_POSITIONS)
+    return replace(spec, prefixes=(*spec.prefixes, _ENCODER), max_positions=positions)

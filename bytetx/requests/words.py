@@ -1,0 +1,189 @@
+"""Texts as the words that GLiNER reads, behind a prompt of labels."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bytetx.checkpoint.extraction import ExtractionSpec
+from bytetx.checkpoint.tokenizer import Text, Tokenizer
+from bytetx.encode.request import Alignment, Requests
+from bytetx.errors import CheckpointError, InputError, TooLongError
+from bytetx.requests.inputs import Input, InputReader, no_requests
+from bytetx.requests.token_ids import Errors
+from bytetx.sequence_tree import rows_of
+
+# Words with hyphens and underscores, and single characters that are none.
+_WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")
+
+
+@dataclass(frozen=True, slots=True)
+class WordAlignment(Alignment):
+    """The words of a text, behind its prompt.
+
+    words: int64 [num_words, 2], (start, end) characters.  num_tokens: int64 [num_words]; the tokens
+    of a text's words are the last ones but for what ends every text.
+    """
+
+    words: np.ndarray = field(default_factory=lambda: np.empty((0, 2), dtype=np.int64))
+    num_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class LabelPrompt:
+    """What comes before and behind the words of every text.
+
+    before, behind: int32 token ids.  labels: int64 [num_labels], the token of each label.
+    """
+
+    before: np.ndarray
+    behind: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.before) + len(self.behind)
+
+
+def label_prompt(
+    spec: ExtractionSpec, tokenizer: Tokenizer, labels: Sequence[str], *, most: int
+) -> LabelPrompt:
+    """The prompt of some labels, each with its marker.
+
+    most: tokens that a text may have.
+    Raises CheckpointError where the tokenizer lacks the marker, TooLongError for too many labels.
+    """
+    marker = tokenizer.backend.token_to_id(spec.marker)
+    whole = tokenizer.untruncated().backend.encode(spec.marker).ids
+    if marker is None or whole.count(marker) != 1:
+        raise CheckpointError(
+            f"{tokenizer.name} has no token {spec.marker!r:.120}, which marks labels; save the "
+            "model again with the gliner package"
+        )
+    place = whole.index(marker)
+    words = tokenizer.encode_all_plain([*labels, spec.separator])
+    before, rows = whole[:place], []
+    for word in words[:-1]:
+        rows.append(len(before) + spec.reads_label)
+        before += [marker, *word]
+    before += words[-1]
+    prompt = LabelPrompt(
+        np.array(before, dtype=np.int32),
+        np.array(whole[place + 1 :], dtype=np.int32),
+        np.array(rows, dtype=np.int64),
+    )
+    if prompt.num_tokens >= most:
+        raise TooLongError(
+            f"labels have {prompt.num_tokens} tokens, and the model takes {most} with those of a "
+            "text; give fewer or shorter ones"
+        )
+    return prompt
+
+
+@dataclass(slots=True)
+class WordReader(InputReader):
+    """Splits texts into words and puts the prompt before them.
+
+    A text without words has no tokens.  max_words: of a text.
+    """
+
+    label_prompt: LabelPrompt | None = None
+    max_words: int = 0
+
+    def read_texts(self, texts: Mapping[int, Text], errors: Errors) -> Requests:
+        tokenizer, prompt = self.tokenizer, self.label_prompt
+        assert tokenizer is not None and prompt is not None  # the task made the prompt
+        for index, text in texts.items():
+            if not isinstance(text, str):
+                errors[index] = _no_text(index)
+        found = self.checked_texts(
+            {index: text for index, text in texts.items() if index not in errors}, errors
+        )
+        given = {index: str(text) for index, text in found.items()}
+        if not given:
+            return no_requests()
+        split = [[match.span() for match in _WORDS.finditer(text)] for text in given.values()]
+        words, token_ids, lengths = _tokenize(tokenizer, list(given.values()), split)
+        starts = np.cumsum(lengths) - lengths
+        room = tokenizer.max_tokens - prompt.num_tokens
+        rows: list[np.ndarray] = []
+        alignments: list[WordAlignment] = []
+        truncated: list[bool] = []
+        begin = 0
+        for text, spans in zip(given.values(), split, strict=True):
+            own = words[begin : begin + len(spans)]
+            begin += len(spans)
+            sizes = lengths[own]
+            kept = np.flatnonzero(sizes)[: self.max_words]
+            kept = kept[np.cumsum(sizes[kept]) <= room]
+            truncated.append(len(kept) < np.count_nonzero(sizes))
+            own, sizes = own[kept], sizes[kept]
+            ids = token_ids[rows_of(starts[own], sizes)]
+            is_empty = not len(kept) or not len(prompt.labels)
+            rows += [ids[:0]] if is_empty else [prompt.before, ids, prompt.behind]
+            places = np.array(spans, dtype=np.int64).reshape(-1, 2)[kept]
+            alignments.append(WordAlignment(text, None, None, [], words=places, num_tokens=sizes))
+        is_empty = [not len(one.words) or not len(prompt.labels) for one in alignments]
+        seqlens = [
+            0 if empty else prompt.num_tokens + int(one.num_tokens.sum())
+            for one, empty in zip(alignments, is_empty, strict=True)
+        ]
+        requests = Requests(
+            np.fromiter(given, dtype=np.int64, count=len(given)),
+            np.array(seqlens, dtype=np.int32),
+            np.concatenate(rows),
+            np.array(truncated),
+            alignments=alignments,
+        )
+        self._check_lengths(requests, room, errors)
+        self.check_range(requests, errors)
+        return requests
+
+    def _check_lengths(self, requests: Requests, room: int, errors: Errors) -> None:
+        if self.truncate:
+            return
+        for index in requests.indices[requests.is_truncated].tolist():
+            errors[index] = TooLongError(
+                f"texts[{index}] has more than the {self.max_words} words or the {room} tokens "
+                "that this model takes behind these labels; shorten it, or pass truncate=True"
+            )
+
+    def read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:
+        errors.update((index, _no_text(index)) for index in items)
+        return no_requests()
+
+    def estimate_tokens(self, item: Input) -> int:
+        prompt = self.label_prompt
+        return InputReader.estimate_tokens(self, item) + (
+            0 if prompt is None else prompt.num_tokens
+        )
+
+    def _learn_density(self, texts: Iterable[Text], num_tokens: int) -> None:
+        texts, prompt = list(texts), self.label_prompt
+        own = 0 if prompt is None else len(texts) * prompt.num_tokens
+        InputReader._learn_density(self, texts, max(num_tokens - own, 0))
+
+
+def _no_text(index: int) -> InputError:
+    return InputError(f"texts[{index}] must be a str: spans are extracted from words")
+
+
+def _tokenize(
+    tokenizer: Tokenizer, texts: Sequence[str], split: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each different word is tokenised once, for no word's tokens depend on the others.
+
+    Returns (int64 [total_words], the number of each word among the different ones; int32, the
+    tokens of these; int64, how many each has).
+    """
+    numbers: dict[str, int] = {}
+    words = [
+        numbers.setdefault(text[start:end], len(numbers))
+        for text, spans in zip(texts, split, strict=True)
+        for start, end in spans
+    ]
+    found = tokenizer.encode_all_plain(list(numbers)) if numbers else []
+    lengths = np.fromiter(map(len, found), dtype=np.int64, count=len(found))
+    token_ids = np.array([token for ids in found for token in ids], dtype=np.int32)
+    return np.array(words, dtype=np.int64), token_ids, lengths

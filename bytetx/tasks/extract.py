@@ -1,0 +1,257 @@
+"""Spans of texts that have one of the labels a caller names, by GLiNER's models."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import numpy as np
+import torch
+
+from bytetx.arguments import text_fault
+from bytetx.encode.request import Requests
+from bytetx.encode.step import Capture, Step, are_finite
+from bytetx.errors import InputError, OptionError, shown
+from bytetx.nn.extraction import ExtractionHead, SpanScorer
+from bytetx.nn.transformer import Transformer
+from bytetx.ops.pooling import largest, pool
+from bytetx.requests.words import LabelPrompt, WordAlignment, WordReader, label_prompt
+from bytetx.sequence_tree import rows_of
+from bytetx.tasks.call import TaskCall, list_sink
+from bytetx.tasks.context import TaskContext
+from bytetx.tasks.results import ExtractedSpan, Results
+from bytetx.tasks.task import TextOptions, option, task
+
+# exp of a larger number overflows f32.
+_MOST_LOGIT = np.float32(88)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractOptions(TextOptions):
+    """Options of extract."""
+
+    threshold: float = option(0.5, "Spans with a higher score are extracted, from 0 to 1.")
+    nested: bool = option(
+        False, "Spans may lie inside one another; else no two spans have a word in common."
+    )
+    multi_label: bool = option(False, "One span may have several labels.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        threshold = self.threshold
+        is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if not is_number or not 0 <= threshold <= 1:
+            raise OptionError(f"threshold must be a number from 0 to 1, got {shown(threshold)}")
+
+
+Labels = Sequence[str] | Mapping[str, str]
+
+
+@task(item=list[ExtractedSpan])
+def extract(
+    context: TaskContext, texts: Iterable[str], labels: Labels, options: ExtractOptions
+) -> TaskCall[Results[list[ExtractedSpan]]]:
+    """Spans of each text that have one of the labels, in the order of the text (GLiNER).
+
+    labels: any texts, such as "person" or "due date"; a table has what the model reads of each, a
+    description. Labels that are given twice count once.
+    Of spans that overlap, the one with the highest score stays. A text without words has no spans.
+    Raises InputError where the checkpoint has no head for span extraction.
+    """
+    head = context.need_head(context.heads.extraction, "span extraction")
+    spec, tokenizer = head.spec, context.need_tokenizer()
+    names, given = _checked_labels(labels)
+    prompt = label_prompt(spec, tokenizer, given, most=tokenizer.max_tokens)
+    reader = WordReader(
+        context.spec,
+        tokenizer,
+        truncate=options.truncate,
+        keeps_errors=options.on_error == "return",
+        label_prompt=prompt,
+        max_words=spec.max_words,
+    )
+    job = ExtractTask(head, names, prompt, options)
+    return TaskCall("extract", texts, job, reader, list_sink)
+
+
+def _checked_labels(labels: Labels) -> tuple[tuple[str, ...], list[str]]:
+    """(names, what the model reads of each)"""
+    if isinstance(labels, str) or not isinstance(labels, Mapping | Sequence):
+        raise InputError(f"labels must be a list of texts or a table, got {shown(labels)}")
+    table = labels if isinstance(labels, Mapping) else {}
+    for text in [*labels, *table.values()]:
+        fault = text_fault(text)
+        if fault is not None:
+            raise InputError(f"labels: {shown(text)} {fault}")
+    names = tuple(dict.fromkeys(labels))
+    return names, [table.get(name, name) for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractTask:
+    """labels: their names, in the order of the prompt."""
+
+    head: ExtractionHead
+    labels: tuple[str, ...]
+    prompt: LabelPrompt
+    options: ExtractOptions
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        own = self.options
+        ids = self.prompt.before.tobytes()
+        flags = (own.threshold, own.nested, own.multi_label)
+        return ("extract", id(self.head), self.labels, ids, flags)
+
+    @property
+    def capture(self) -> Capture | None:
+        return None  # it reads where the words of each text are
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """(scores before the sigmoid, f32 [total_rows, num_labels], `largest` of each row)"""
+        requests = step.requests
+        texts = np.flatnonzero(requests.seqlens)
+        if not len(texts):
+            none = torch.empty((0, len(self.labels)), device=hidden_states.device)
+            return none, none.sum(dim=1)
+        alignments = [one for one in _alignments(requests) if self._has_rows(one)]
+        num_words = [len(one.words) for one in alignments]
+        starts = requests.cu_seqlens[:-1][texts]
+        sizes = [one.num_tokens for one in alignments]
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *sizes])
+        counts = np.array([size.sum() for size in sizes], dtype=np.int64)
+        tokens = rows_of(starts + len(self.prompt.before), counts)
+        labels = (starts[:, None] + self.prompt.labels).ravel()
+        words = self._pool(hidden_states, tokens, lengths)
+        of_labels = self.head.project(hidden_states[_on(labels, hidden_states)])
+        of_labels = of_labels.view(len(texts), len(self.prompt.labels), -1)
+        scores = self.head.forward(words, of_labels, num_words)
+        return scores, largest(scores)
+
+    def _pool(
+        self, hidden_states: torch.Tensor, tokens: np.ndarray, lengths: np.ndarray
+    ) -> torch.Tensor:
+        """The rows of words.  tokens: of all words.  lengths: tokens of each word."""
+        mode, ends = self.head.spec.pooling, np.cumsum(lengths)
+        if mode in ("cls", "lasttoken"):
+            places = ends - lengths if mode == "cls" else ends - 1
+            return self.head.project(hidden_states[_on(tokens[places], hidden_states)])
+        bounds = np.concatenate([[0], ends]).astype(np.int32)
+        rows = self.head.project(hidden_states[_on(tokens, hidden_states)])
+        return pool(rows, _on(bounds, hidden_states), mode=mode)
+
+    def _has_rows(self, alignment: WordAlignment) -> bool:
+        return bool(len(alignment.words) and self.labels)
+
+    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        return are_finite(outputs[1], np.array(self._num_rows(step.requests), dtype=np.int64))
+
+    def _num_rows(self, requests: Requests) -> list[int]:
+        rows = self.head.scorer.rows_of
+        return [rows(len(one.words)) if self._has_rows(one) else 0 for one in _alignments(requests)]
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[ExtractedSpan]]:
+        ends = np.cumsum(self._num_rows(step.requests))[:-1]
+        texts = zip(_alignments(step.requests), np.split(outputs[0], ends), strict=True)
+        return [self._spans(alignment, scores) for alignment, scores in texts]
+
+    def _spans(self, alignment: WordAlignment, scores: np.ndarray) -> list[ExtractedSpan]:
+        num_words = len(alignment.words)
+        if not len(scores):
+            return []
+        scorer, threshold = self.head.scorer, self.options.threshold
+        if isinstance(scorer, SpanScorer):
+            found = _spans_of_rows(scores, num_words, scorer.max_width, threshold)
+        else:
+            found = _spans_of_words(scores.reshape(num_words, 3, -1), threshold)
+        chosen = _choose(found, num_words, self.options)
+        text, words = cast(str, alignment.text), alignment.words.tolist()
+        spans = []
+        for first, last, label, score in chosen:
+            start, end = words[first][0], words[last][1]
+            spans.append(ExtractedSpan(start, end, text[start:end], self.labels[label], score))
+        return spans
+
+
+# (first word, last word, label, score)
+_Found = tuple[int, int, int, float]
+
+
+def _alignments(requests: Requests) -> Sequence[WordAlignment]:
+    assert requests.alignments is not None  # WordReader gives them
+    return cast("Sequence[WordAlignment]", requests.alignments)
+
+
+def _on(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(rows).to(like.device)
+
+
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
+    one = np.float32(1)
+    return one / (one + np.exp(-np.maximum(logits, -_MOST_LOGIT)))
+
+
+def _spans_of_rows(
+    scores: np.ndarray, num_words: int, max_width: int, threshold: float
+) -> list[_Found]:
+    """Spans above the threshold.  scores: f32 [num_words * max_width, num_labels]."""
+    found = _sigmoid(scores)
+    rows, labels = np.nonzero(found > np.float32(threshold))
+    first, width = np.divmod(rows, max_width)
+    is_inside = first + width < num_words
+    first, width, labels = first[is_inside], width[is_inside], labels[is_inside]
+    chances = found[rows[is_inside], labels]
+    columns = (first, first + width, labels, chances)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _spans_of_words(scores: np.ndarray, threshold: float) -> list[_Found]:
+    """Spans from a start to an end with all words between inside; the score is the least of these.
+
+    scores: f32 [num_words, 3, num_labels]: as a start, as an end, inside.
+    """
+    starts, ends, insides = _sigmoid(scores).transpose(1, 0, 2)
+    least = np.float32(threshold)
+    found: list[_Found] = []
+    for first, label in zip(
+        *(column.tolist() for column in np.nonzero(starts > least)), strict=True
+    ):
+        inside = insides[first:, label]
+        outside = np.flatnonzero(inside < least)
+        inside = inside[: outside[0]] if len(outside) else inside
+        lasts = np.flatnonzero(ends[first : first + len(inside), label] > least)
+        lowest = np.minimum(np.minimum.accumulate(inside), starts[first, label])
+        for width in lasts.tolist():
+            score = min(lowest[width], ends[first + width, label])
+            found.append((first, first + width, label, float(score)))
+    return found
+
+
+def _choose(found: Iterable[_Found], num_words: int, options: ExtractOptions) -> list[_Found]:
+    """The best spans that go together, in the order of the text."""
+    chosen: list[_Found] = []
+    spans: set[tuple[int, int]] = set()
+    is_taken = bytearray(num_words)
+    for one in sorted(found, key=lambda one: -one[3]):
+        span = first, last = one[:2]
+        if span in spans:
+            fits = options.multi_label
+        elif options.nested:
+            fits = not any(_cross(span, other) for other in spans)
+        else:
+            fits = not any(is_taken[first : last + 1])
+        if fits:
+            chosen.append(one)
+            spans.add(span)
+            is_taken[first : last + 1] = b"\1" * (last + 1 - first)
+    return sorted(chosen, key=lambda one: one[0])
+
+
+def _cross(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether two spans have words in common, and each has one that the other has not."""
+    (first, end), (second, last) = sorted((one, other))
+    return first < second <= end < last

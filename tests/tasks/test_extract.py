@@ -1,0 +1,202 @@
+"""extract: spans of GLiNER's models, against the gliner package where it is installed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import save_checkpoint
+from cli_runs import Bytetx, bytetx
+from extractors import save_extractor
+from safetensors.torch import load_file, save_file
+
+import bytetx as package
+from bytetx.errors import CheckpointError, InputError, OptionError, TooLongError
+from bytetx.tasks.results import ExtractedSpan
+
+__all__ = ["bytetx"]  # a fixture
+
+LABELS = ["person", "place", "due date"]
+LONG = "Angela Merkel met Zaphod in Berlin " * 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_extractor(tmp_path_factory.mktemp("extractor") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> package.Model:
+    return package.load(folder)
+
+
+def _rows(spans: list[ExtractedSpan]) -> list[tuple[Any, ...]]:
+    return [(one.start, one.end, one.text, one.label) for one in spans]
+
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("deberta-v2", {}),
+    ("bert", {"span_mode": "marker", "num_rnn_layers": 0}),
+    ("modernbert", {"span_mode": "markerV1", "num_rnn_layers": 2, "subtoken_pooling": "mean"}),
+    ("bert", {"subtoken_pooling": "max", "hidden_size": 16}),
+    ("deberta-v2", {"subtoken_pooling": "last", "embed_ent_token": False, "hidden_size": 48}),
+    ("deberta-v2", {"span_mode": "token_level"}),
+    ("modernbert", {"span_mode": "token_level", "num_rnn_layers": 0}),
+]
+
+
+@pytest.mark.feature("Tasks", "`extract`: spans with any labels (GLiNER)")
+@pytest.mark.parametrize(("family", "config"), KINDS, ids=str)
+def test_spans_are_those_of_gliner(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+    oracle = pytest.importorskip("gliner_models", reason="needs the gliner package")
+    theirs = oracle.save_gliner(tmp_path, family, **config)
+    # A byte-level vocabulary of ASCII drops other characters, whose words the package miscounts.
+    texts = [text for text in oracle.TEXTS if family != "modernbert" or text.isascii()]
+    ours = package.load(tmp_path)
+    many = [f"label {number}" for number in range(100)]
+    for labels in (LABELS, ["a"], many, [*LABELS, "place"], {"p": "a person", "[SEP]": "b [SEP]"}):
+        for nested in (False, True):
+            found = ours.extract(texts, labels, nested=nested, threshold=0.4)
+            wanted = oracle.package_spans(theirs, texts, labels, flat_ner=not nested, threshold=0.4)
+            assert [_rows(spans) for spans in found] == [
+                [span[:4] for span in spans] for spans in wanted
+            ]
+            scores = [one.score for spans in found for one in spans]
+            theirs_of = [span[4] for spans in wanted for span in spans]
+            np.testing.assert_allclose(scores, theirs_of, atol=1e-4)
+
+
+def test_spans_beyond_the_window_are_those_of_the_package_without_the_rest(tmp_path: Path) -> None:
+    oracle = pytest.importorskip("gliner_models", reason="needs the gliner package")
+    theirs = oracle.save_gliner(tmp_path, max_len=12)
+    ours = package.load(tmp_path)
+    with pytest.raises(TooLongError, match="12 words"):
+        ours.extract([LONG], LABELS)
+    found = ours.extract([LONG], LABELS, truncate=True)
+    assert found.stats.num_truncated == 1
+    wanted = oracle.package_spans(theirs, [LONG], LABELS)
+    assert [_rows(spans) for spans in found] == [[span[:4] for span in one] for one in wanted]
+    # Relative positions have no last one: more tokens than config.json names are read.
+    long = package.load(oracle.save_gliner(tmp_path / "long").config.model_name + "/..")
+    assert long.tokenizer is not None and long.tokenizer.max_tokens > 1024
+
+
+def test_batch_mates_change_nothing(model: package.Model) -> None:
+    texts = ["Angela met Zaphod", "", "a", "New York is big. San Francisco isn't far"]
+    for labels in (LABELS, ["x"], [f"n {i}" for i in range(5)]):
+        together = model.extract(texts, labels, threshold=0.3, nested=True)
+        for text, spans in zip(texts, together, strict=True):
+            [alone] = model.extract([text], labels, threshold=0.3, nested=True)
+            assert _rows(alone) == _rows(spans)
+            scores = ([one.score for one in row] for row in (alone, spans))
+            np.testing.assert_allclose(*scores, atol=1e-6)
+
+
+def test_texts_without_words_and_calls_without_labels_have_no_spans(model: package.Model) -> None:
+    assert list(model.extract(["", "  \n", "a fox"], [])) == [[], [], []]
+    assert list(model.extract(["", "  \n"], LABELS)) == [[], []]
+    assert list(model.extract([], LABELS)) == []
+    everything = model.extract(["a fox"], ["x"], threshold=0, nested=True)[0]
+    assert {one.text for one in everything} == {"a", "a fox", "fox"}
+
+
+def test_several_labels_of_one_span(model: package.Model) -> None:
+    [one] = model.extract(["fox"], ["x", "y"], threshold=0)
+    [both] = model.extract(["fox"], ["x", "y"], threshold=0, multi_label=True)
+    assert len(one) == 1
+    assert {span.label for span in both} == {"x", "y"}
+
+
+def test_a_stream_and_half_types(folder: Path, model: package.Model) -> None:
+    texts = ["Angela met Zaphod", "a fox"]
+    stream = model.extract(iter(texts), LABELS, stream=True)
+    assert [_rows(spans) for spans in stream] == list(map(_rows, model.extract(texts, LABELS)))
+    wanted = model.extract(texts, ["x"], threshold=0, nested=True)
+    half = package.load(folder, dtype="bfloat16").extract(texts, ["x"], threshold=0, nested=True)
+    for ours, exact in zip(half, wanted, strict=True):
+        by_span = {(one.start, one.end): one.score for one in exact}
+        # bfloat16 has 8 bits: the encoder's rows differ by a hundredth.
+        for one in ours:
+            assert abs(one.score - by_span[one.start, one.end]) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("texts", "labels", "options", "error", "message"),
+    [
+        (["a"], "person", {}, InputError, "labels must be a list"),
+        (["a"], ["\ud800"], {}, InputError, "labels"),
+        ([("a", "b")], ["x"], {}, InputError, r"texts\[0\] must be a str"),
+        ([[5, 6]], ["x"], {}, InputError, r"texts\[0\] must be a str"),
+        (["a"], ["word " * 80], {}, TooLongError, "labels have"),
+        (["a"], ["x"], {"threshold": 2}, OptionError, "threshold"),
+        ([LONG], ["x"], {}, TooLongError, "truncate=True"),
+    ],
+)
+def test_bad_calls(
+    model: package.Model, texts: Any, labels: Any, options: Any, error: type, message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        model.extract(texts, labels, **options)
+
+
+def test_a_bad_text_stops_no_other(model: package.Model) -> None:
+    found = model.extract(["a fox", LONG], LABELS, on_error="return")
+    assert isinstance(found[0], list) and isinstance(found[1], TooLongError)
+
+
+def test_a_model_without_the_head_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="span extraction"):
+        package.load(save_checkpoint(tmp_path / "plain")).extract(["a"], LABELS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("span_mode", "conv_max", "span_mode 'conv_max'"),
+        ("labels_encoder", "bert", "an encoder of their own"),
+        ("relations_layer", "biaffine", "relations"),
+        ("fuse_layers", True, "fuse_layers"),
+        ("words_splitter_type", "jieba", "words_splitter_type"),
+        ("max_width", 0, "max_width must be"),
+        ("encoder_config", None, "no encoder_config"),
+        ("hidden_size", 24, "token_rep_layer.projection"),
+    ],
+)
+def test_other_kinds_are_refused_by_name(
+    folder: Path, tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(folder / name)
+    config = json.loads((folder / "gliner_config.json").read_text()) | {key: value}
+    (tmp_path / "gliner_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        package.load(tmp_path)
+
+
+def test_pickled_weights_are_refused_with_the_package_that_converts_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "gliner_config.json").symlink_to(folder / "gliner_config.json")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="safe_serialization=True"):
+        package.load(tmp_path)
+
+
+def test_numbers_that_are_not_finite_are_the_texts_own_error(folder: Path, tmp_path: Path) -> None:
+    for name in ("gliner_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(folder / name)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["prompt_rep_layer.3.bias"] = tensors["prompt_rep_layer.3.bias"] * 0 + 3e38
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(package.NotFiniteError):
+        package.load(tmp_path).extract(["a fox jumps"], LABELS)
+
+
+def test_the_command_writes_spans(bytetx: Bytetx, folder: Path, model: package.Model) -> None:
+    Path("t.jsonl").write_text('{"text": "Angela met Zaphod"}\n{"text": ""}\n')
+    ran = bytetx("extract", "t.jsonl", "-m", folder, "--label", "x", "--threshold", "0", "--nested")
+    assert ran.code == 0, ran.err
+    wanted = model.extract(["Angela met Zaphod"], ["x"], threshold=0, nested=True)[0]
+    first = ran.rows[0]["spans"]
+    assert [(one["start"], one["end"], one["text"], one["label"]) for one in first] == _rows(wanted)
