@@ -52,7 +52,7 @@ def save_gliner(folder: Path, family: str = "deberta-v2", **config: Any) -> Any:
 def package_spans(
     model: Any, texts: list[str], labels: Any, **options: Any
 ) -> list[list[tuple[Any, ...]]]:
-    """What the package extracts from each text alone."""
+    """The spans that the package extracts from each text alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = [model.inference([text], labels, **options)[0] for text in texts]

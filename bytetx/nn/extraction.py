@@ -19,7 +19,8 @@ from bytetx.ops.linear import LinearWeight, linear
 
 # Elements of the hidden layer that is computed at a time: 4 MiB stay in a core's cache.
 _BLOCK_ELEMENTS = 1 << 20
-_EXPANSION = 4  # of the hidden layers of all projections but those of "marker"
+# Features of a hidden layer for each of its input; "marker" alone has fewer.
+_EXPANSION = 4
 _STEM = "span_rep_layer.span_rep_layer"
 
 
@@ -272,7 +273,7 @@ def _load_lstm(spec: ExtractionSpec, load: TensorLoader) -> WordLstm:
     size, params = spec.hidden_size, []
     if size % 2:
         raise CheckpointError(f"gliner_config.json: hidden_size {size} must be even for an LSTM")
-    rows = 2 * size  # of four gates of half the size
+    rows = 2 * size  # four gates, each half the size
     for layer in range(spec.num_lstm_layers):
         for direction in ("", "_reverse"):
             for kind, shape in (
@@ -324,10 +325,13 @@ def _load_span_scorer(spec: ExtractionSpec, load: TensorLoader) -> SpanScorer:
 
 def _load_word_scorer(spec: ExtractionSpec, load: TensorLoader) -> WordScorer:
     size, hidden = spec.hidden_size, _EXPANSION * spec.hidden_size
+    first, label_part, product = _parts(load, "scorer.out_mlp.0", hidden, size, 3)
     return WordScorer(
         load.linear("scorer.proj_token", 2 * size, size),
         load.linear("scorer.proj_label", 2 * size, size),
-        *_parts(load, "scorer.out_mlp.0", hidden, size, 3),
+        first,
+        label_part,
+        product,
         load.linear("scorer.out_mlp.3", 3, hidden),
     )
 

@@ -32,7 +32,7 @@ class WordAlignment(Alignment):
 
 @dataclass(frozen=True, slots=True)
 class LabelPrompt:
-    """What comes before and behind the words of every text.
+    """The tokens before and behind the words of every text.
 
     before, behind: int32 token ids.  labels: int64 [num_labels], the token of each label.
     """
@@ -117,11 +117,11 @@ class WordReader(InputReader):
             sizes = lengths[own]
             kept = np.flatnonzero(sizes)[: self.max_words]
             kept = kept[np.cumsum(sizes[kept]) <= room]
-            truncated.append(len(kept) < np.count_nonzero(sizes))
+            truncated.append(bool(len(kept) < np.count_nonzero(sizes)))
             own, sizes = own[kept], sizes[kept]
             ids = token_ids[rows_of(starts[own], sizes)]
-            is_empty = not len(kept) or not len(prompt.labels)
-            rows += [ids[:0]] if is_empty else [prompt.before, ids, prompt.behind]
+            is_read = bool(len(kept) and len(prompt.labels))
+            rows += [ids[:0]] if not is_read else [prompt.before, ids, prompt.behind]
             places = np.array(spans, dtype=np.int64).reshape(-1, 2)[kept]
             alignments.append(WordAlignment(text, None, None, [], words=places, num_tokens=sizes))
         is_empty = [not len(one.words) or not len(prompt.labels) for one in alignments]

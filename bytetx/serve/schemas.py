@@ -410,7 +410,7 @@ class _TeiRequest(Request):
         return self.truncation_direction in ("Left", "left")
 
 
-MAX_LABELS = 1024  # of one body of /extract: an answer's scores are those of all
+MAX_LABELS = 1024  # in one body of /extract, each of which is scored with every span
 MAX_QUESTIONS = 64  # in one body, as transformers serve has it
 _State = str | dict[str, Any] | list[Any]
 _Questions = Annotated[dict[str, Any], Field(min_length=1, max_length=MAX_QUESTIONS)]

@@ -192,7 +192,8 @@ def _on(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 
 def _sigmoid(logits: np.ndarray) -> np.ndarray:
     one = np.float32(1)
-    return one / (one + np.exp(-np.maximum(logits, -_MOST_LOGIT)))
+    found: np.ndarray = one / (one + np.exp(-np.maximum(logits, -_MOST_LOGIT)))
+    return found
 
 
 def _spans_of_rows(

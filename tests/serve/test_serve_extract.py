@@ -15,9 +15,8 @@ def test_spans_are_those_of_the_model(in_process: InProcess, checkpoints: dict[s
     body |= {"model": "extractor"}
     answer = in_process.post("/extract", body)
     assert answer.status_code == 200, answer.text
-    wanted = bytetx.load(checkpoints["extractor"]).extract(
-        texts, labels, threshold=0.2, nested=True
-    )
+    model = bytetx.load(checkpoints["extractor"])
+    wanted = model.extract(texts, labels, threshold=0.2, nested=True)
     found = [
         [(one["start"], one["end"], one["text"], one["label"]) for one in spans]
         for spans in answer.json()
@@ -35,7 +34,7 @@ def test_spans_are_those_of_the_model(in_process: InProcess, checkpoints: dict[s
     [
         ({"texts": ["a"], "labels": ["x"] * 1025}, 422, "1024"),
         ({"texts": ["a"], "labels": ["x"], "threshold": 2}, 422, "threshold"),
-        ({"texts": ["a " * 99], "labels": ["x"], "truncate": False}, 413, "texts"),
+        ({"texts": ["a " * 99], "labels": ["x"], "truncate": False}, 413, "set truncate"),
         ({"texts": ["a"]}, 422, "labels"),
         ({"texts": [], "labels": ["x"]}, 400, "texts"),
     ],
