@@ -67,12 +67,14 @@ class RowSegments:
 
     starts, stops, owners: int64 [num_segments], ascending; a segment is rows start to stop - 1, and
     owners[i] is the number of its owner, below num_owners.
+    plans: what a kernel has made of them, by the kernel's own keys, for the next layers of a pass.
     """
 
     starts: np.ndarray
     stops: np.ndarray
     owners: np.ndarray
     num_owners: int
+    plans: dict[object, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def rows_of(self, owner: int) -> slice | torch.Tensor:
         """The rows of an owner: a slice where they are consecutive, else int64 on the host."""

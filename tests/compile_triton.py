@@ -152,8 +152,11 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         triton_kernels.linear(activations, wide, wide[:, 0], activation="gelu", residual=None)
     bounds = np.array([0, 1, total - 1, total])
     segments = RowSegments(bounds[:-1], bounds[1:], np.array([0, 1, 0]), 2)
-    factors = [(torch.empty(rank, width, dtype=dtype), wide[:, :rank]) for rank in (16, 5)]
-    triton_kernels.add_low_rank(torch.empty(total, 4 * width, dtype=dtype), x, segments, factors)
+    triton_kernels.add_low_rank(
+        torch.empty(total, 4 * width, dtype=dtype), x, segments,
+        addresses=torch.zeros(2, 3, dtype=torch.int64), has_change=np.ones(2, dtype=bool),
+        max_rank=16,
+    )  # fmt: skip
     triton_kernels.gate_rows(x, width // 2, block=32, activation="silu")
     cos = torch.empty(99, head_dim // 2)
     triton_kernels.rotary(q, cos, cos, ids, is_interleaved=False)

@@ -1,25 +1,28 @@
 """Adapters of single rows of a pass: what they add to the products of a model's layers."""
 
 import secrets
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from threading import Lock
 
+import numpy as np
 from torch import Tensor
 
 from bytetx.nn.layer import Rows
 from bytetx.ops.linear_rotary import HeadRotation
-from bytetx.ops.low_rank import AdaptedWeight, LowRankChange
+from bytetx.ops.low_rank import AdaptedWeight, LowRankChange, LowRankChanges
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
-from bytetx.packed import AdapterRows
+from bytetx.packed import AdapterRows, RowSegments
 
 # Numbers of (adapter, first token) that stand for a text's first token; none is given twice.
 _NUMBERS = count(1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """A LoRA adapter in memory, of one model.
 
@@ -47,20 +50,72 @@ class Adapter:
         return found
 
 
+class _Owners:
+    """The adapters that passes have used, with a number each, and the changes of each weight.
+
+    It holds the changes of adapters, but not the adapters: when one is given up, so is this.
+    """
+
+    def __init__(self, adapters: Sequence[Adapter]):
+        self.adapters = [weakref.ref(adapter) for adapter in adapters]
+        self.numbers = {adapter.uid: i for i, adapter in enumerate(adapters)}
+        self._changes = [adapter.changes for adapter in adapters]
+        self._of_weight: dict[int, LowRankChanges | None] = {}
+
+    def changes_of(self, w: Weight) -> LowRankChanges | None:
+        """None where no adapter changes the weight."""
+        key = id(w)
+        if key not in self._of_weight:
+            found = tuple(changes.get(key) for changes in self._changes)
+            is_changed = any(change is not None for change in found)
+            self._of_weight[key] = LowRankChanges(found) if is_changed else None
+        return self._of_weight[key]
+
+
+class AdapterTables:
+    """Numbers and changes of a model's adapters, kept between passes; threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._owners: _Owners | None = None
+
+    def owners_of(self, adapters: Sequence[Adapter]) -> _Owners:
+        """The numbers and changes of these adapters, and of others that live."""
+        kept = self._owners
+        if kept is not None and all(adapter.uid in kept.numbers for adapter in adapters):
+            return kept
+        with self._lock:
+            before = () if self._owners is None else self._owners.adapters
+            known = {found.uid: found for ref in before if (found := ref()) is not None}
+            for adapter in adapters:
+                if adapter.uid not in known:
+                    known[adapter.uid] = adapter
+                    weakref.finalize(adapter, self._forget).atexit = False
+            self._owners = _Owners(list(known.values()))
+            return self._owners
+
+    def _forget(self) -> None:
+        """Let go of the changes of an adapter that nobody has any more, and of all tables."""
+        self._owners = None
+
+
 class AdaptedRows(Rows):
     """The rows of a pass of which some have an adapter, all in this process."""
 
-    def __init__(self, rows: AdapterRows):
-        self._segments = rows.segments
-        self._changes: list[Mapping[int, LowRankChange]] = []
-        for adapter in rows.adapters:
-            assert isinstance(adapter, Adapter)
-            self._changes.append(adapter.changes)
+    def __init__(self, rows: AdapterRows, tables: AdapterTables):
+        adapters = [adapter for adapter in rows.adapters if isinstance(adapter, Adapter)]
+        assert len(adapters) == len(rows.adapters)
+        self._owners = tables.owners_of(adapters)
+        numbers = [self._owners.numbers[adapter.uid] for adapter in adapters]
+        self._numbers = np.array(numbers, dtype=np.int64)
+        own = rows.segments
+        owners = self._numbers[own.owners]
+        self._segments = RowSegments(own.starts, own.stops, owners, len(self._owners.numbers))
 
     def _adapted(self, w: Weight) -> Weight:
         """The weight with the changes of this pass's adapters, where one has some."""
-        changes = tuple(own.get(id(w)) for own in self._changes)
-        if all(change is None for change in changes):
+        changes = self._owners.changes_of(w)
+        if changes is None or not changes.has_change[self._numbers].any():
             return w
         return AdaptedWeight(w, self._segments, changes)
 

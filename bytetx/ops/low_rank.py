@@ -1,9 +1,9 @@
 """Low-rank changes of a linear layer, another one for each segment of its rows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.registry import Operation
 from bytetx.ops.weight import QuantizedWeight, Weight
-from bytetx.packed import RowSegments
+from bytetx.packed import RowSegments, upload
 
 # Shape class: dtype.  run(d, x, segments, changes) as of add_low_rank.
 LOW_RANK = Operation("low_rank")
@@ -37,49 +37,104 @@ class LowRankChange:
         return self.a.nbytes + self.b.nbytes
 
 
-def add_low_rank(
-    d: Tensor, x: Tensor, segments: RowSegments, changes: Sequence[LowRankChange | None]
-) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRankChanges:
+    """The changes of one layer, checked once for all passes.
+
+    by_owner: of each owner, None where it changes nothing here; at least one is not None.
+    Raises ValueError where they differ in n, k, dtype or device.
+    """
+
+    by_owner: tuple[LowRankChange | None, ...]
+    has_change: np.ndarray = field(init=False)  # bool [num_owners]
+    max_rank: int = field(init=False)
+    _addresses: list[Tensor] = field(init=False, default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        changes = [change for change in self.by_owner if change is not None]
+        if not changes:
+            raise ValueError("by_owner must have a change that is not None")
+        first = changes[0]
+        for change in changes:
+            _require_alike("a", change.a, (change.rank, self.k), first.a)
+            _require_alike("b", change.b, (self.n, change.rank), first.a)
+        has_change = [change is not None for change in self.by_owner]
+        object.__setattr__(self, "has_change", np.array(has_change, dtype=bool))
+        object.__setattr__(self, "max_rank", max(change.rank for change in changes))
+
+    @property
+    def first(self) -> LowRankChange:
+        return next(change for change in self.by_owner if change is not None)
+
+    @property
+    def n(self) -> int:
+        return self.first.b.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.first.a.shape[1]
+
+    @property
+    def addresses(self) -> Tensor:
+        """int64 [num_owners, 3], on the device of the changes: of a, of b, and the rank."""
+        if not self._addresses:
+            rows = [
+                (0, 0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr(), one.rank)
+                for one in self.by_owner
+            ]
+            self._addresses.append(
+                upload(torch.tensor(rows, dtype=torch.int64), self.first.a.device)
+            )
+        return self._addresses[0]
+
+
+def _require_alike(name: str, t: Tensor, shape: tuple[int, int], other: Tensor) -> None:
+    is_alike = t.shape == shape and t.dtype == other.dtype and t.device == other.device
+    if not is_alike or not t.is_contiguous():
+        require_tensor(name, t, shape=shape, dtypes=(other.dtype,), device=other.device)
+        require_contiguous(name, t)
+
+
+def add_low_rank(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChanges) -> None:
     """Adds to the rows of each segment, in place, the change of its owner; ranks may differ.
 
-    d: [m, n], x: [m, k], of one dtype and on one device; x is contiguous.  changes: of each owner,
-    None where it changes nothing here.
+    d: [m, n], x: [m, k], of one dtype and on one device; x is contiguous.
     Raises ValueError on shape, dtype or device mismatch.
     Source: LoRA (arXiv 2106.09685), section 4.1; segments of one step as in S-LoRA
     (arXiv 2311.03285), section 5, without padding to the largest rank.
     """
-    require_tensor("x", x, shape=(None, None))
+    like = changes.first.a
+    require_tensor("x", x, shape=(None, changes.k), dtypes=(like.dtype,), device=like.device)
     require_contiguous("x", x)
-    require_tensor("d", d, shape=(x.shape[0], None), dtypes=(x.dtype,), device=x.device)
-    if len(changes) != segments.num_owners:
+    shape = (x.shape[0], changes.n)
+    require_tensor("d", d, shape=shape, dtypes=(x.dtype,), device=x.device)
+    if len(changes.by_owner) != segments.num_owners:
         raise ValueError(
             f"changes must have one entry for each of {segments.num_owners} owners, got "
-            f"{len(changes)}"
+            f"{len(changes.by_owner)}"
         )
-    for change in changes:
-        if change is not None:
-            a, b = (None, x.shape[1]), (d.shape[1], change.rank)
-            require_tensor("a", change.a, shape=a, dtypes=(x.dtype,), device=x.device)
-            require_tensor("b", change.b, shape=b, dtypes=(x.dtype,), device=x.device)
     if len(segments.stops) and segments.stops[-1] > x.shape[0]:
         raise ValueError(f"segments end at row {segments.stops[-1]}, x has {x.shape[0]} rows")
     LOW_RANK.choose(x.device, x.dtype).run(d, x, segments, changes)
 
 
 @LOW_RANK.triton_kernel(beside="")
-def _run_triton(
-    d: Tensor, x: Tensor, segments: RowSegments, changes: Sequence[LowRankChange | None]
-) -> None:
-    factors = [None if change is None else (change.a, change.b) for change in changes]
-    triton_backend.kernels(x.device).add_low_rank(d, x, segments, factors)
+def _run_triton(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChanges) -> None:
+    triton_backend.kernels(x.device).add_low_rank(
+        d,
+        x,
+        segments,
+        addresses=changes.addresses,
+        has_change=changes.has_change,
+        max_rank=changes.max_rank,
+    )
 
 
 @LOW_RANK.in_torch()
-def _run_torch(
-    d: Tensor, x: Tensor, segments: RowSegments, changes: Sequence[LowRankChange | None]
-) -> None:
-    """Two products for each owner, whose rows are gathered where they are apart."""
-    for owner, change in enumerate(changes):
+def _run_torch(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChanges) -> None:
+    """Two products for each owner of rows, which are gathered where they are apart."""
+    for owner in np.unique(segments.owners).tolist():
+        change = changes.by_owner[owner]
         if change is None:
             continue
         rows = segments.rows_of(owner)
@@ -100,7 +155,7 @@ class AdaptedWeight(QuantizedWeight):
 
     base: Weight
     segments: RowSegments
-    changes: tuple[LowRankChange | None, ...]
+    changes: LowRankChanges
 
     @property
     def n(self) -> int:

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from bytetx.ops.gated import gated_linear, prepare_gated
 from bytetx.ops.linear import linear, prepare_linear
-from bytetx.ops.low_rank import LOW_RANK, AdaptedWeight, LowRankChange, add_low_rank
+from bytetx.ops.low_rank import (
+    LOW_RANK,
+    AdaptedWeight,
+    LowRankChange,
+    LowRankChanges,
+    add_low_rank,
+)
 from bytetx.packed import AdapterRows, RowSegments
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -33,7 +39,7 @@ def segments_of(parts: list[tuple[int, int]]) -> RowSegments:
 
 def operands(
     rows: str, n: int, k: int, dtype: torch.dtype, device: str
-) -> tuple[Tensor, Tensor, RowSegments, list[LowRankChange | None]]:
+) -> tuple[Tensor, Tensor, RowSegments, LowRankChanges]:
     torch.manual_seed(n + k + len(rows))
     m = sum(count for count, _ in ROWS[rows])
     x = torch.randn(m, k, device=device).to(dtype)
@@ -47,15 +53,13 @@ def operands(
     ]
     if rows == "decode":
         changes[1] = None
-    return d, x, segments_of(ROWS[rows]), changes
+    return d, x, segments_of(ROWS[rows]), LowRankChanges(tuple(changes))
 
 
-def exact(
-    d: Tensor, x: Tensor, segments: RowSegments, changes: list[LowRankChange | None]
-) -> Tensor:
+def exact(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChanges) -> Tensor:
     right = d.double()
     for start, stop, owner in zip(segments.starts, segments.stops, segments.owners, strict=True):
-        change = changes[owner]
+        change = changes.by_owner[owner]
         if change is not None:
             right[start:stop] += x[start:stop].double() @ change.a.double().T @ change.b.double().T
     return right
@@ -98,8 +102,14 @@ def test_triton_computes_the_same(rows: str, n: int, k: int) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     d, x, segments, changes = operands(rows, n, k, torch.float32, device)
     right = exact(d, x, segments, changes)
-    factors = [None if change is None else (change.a, change.b) for change in changes]
-    triton_kernels.add_low_rank(d, x, segments, factors)
+    triton_kernels.add_low_rank(
+        d,
+        x,
+        segments,
+        addresses=changes.addresses,
+        has_change=changes.has_change,
+        max_rank=changes.max_rank,
+    )
     assert_right(d, right)
 
 
@@ -110,13 +120,13 @@ def test_the_change_comes_before_the_activation(prepack: bool, device: str) -> N
     w, bias, residual = torch.randn(64, 48) / 7, torch.randn(64), torch.randn(len(x), 64)
     w, bias, residual = w.to(device), bias.to(device), residual.to(device)
     base = prepare_linear(w, bias, prepack=prepack)
-    adapted = AdaptedWeight(base, segments, tuple(changes))
+    adapted = AdaptedWeight(base, segments, changes)
     inner = exact(x.double() @ w.double().T + bias.double(), x, segments, changes)
     ours = adapted.matmul(x, activation="gelu", residual=residual)
     assert_right(ours, torch.nn.functional.gelu(inner) + residual.double())
     assert_right(adapted.matmul(x), inner)
     nobody = RowSegments(*(np.zeros(0, dtype=np.int64),) * 3, len(RANKS))
-    unchanged = AdaptedWeight(base, nobody, tuple(changes)).matmul(x, activation="gelu")
+    unchanged = AdaptedWeight(base, nobody, changes).matmul(x, activation="gelu")
     assert_right(unchanged, linear(x, base, activation="gelu").double())
 
 
@@ -125,7 +135,7 @@ def test_gates_and_values_are_both_changed(device: str) -> None:
     _, x, segments, changes = operands("apart", 64, 48, torch.float32, device)
     gate, up = (torch.randn(32, 48, device=device) / 7 for _ in range(2))
     weight = prepare_gated(gate, up, prepack=True)
-    ours = AdaptedWeight(weight, segments, tuple(changes)).matmul(x, activation="silu")
+    ours = AdaptedWeight(weight, segments, changes).matmul(x, activation="silu")
     both = torch.cat([gate, up]).double()
     inner = exact(x.double() @ both.T, x, segments, changes)
     assert_right(ours, torch.nn.functional.silu(inner[:, :32]) * inner[:, 32:])
@@ -138,9 +148,16 @@ def test_gates_and_values_are_both_changed(device: str) -> None:
 def test_operands_are_checked() -> None:
     d, x, segments, changes = operands("apart", 8, 16, torch.float32, "cpu")
     with pytest.raises(ValueError, match="one entry for each of 3 owners, got 2"):
-        add_low_rank(d, x, segments, changes[:2])
-    with pytest.raises(ValueError, match="a must"):
+        add_low_rank(d, x, segments, LowRankChanges(changes.by_owner[:2]))
+    with pytest.raises(ValueError, match="x must"):
         add_low_rank(d, x[:, :8].contiguous(), segments, changes)
+    first, *others = changes.by_owner
+    assert first is not None
+    narrow = LowRankChange(first.a[:, :8].contiguous(), first.b)
+    with pytest.raises(ValueError, match="a must"):
+        LowRankChanges((*others, narrow))
+    with pytest.raises(ValueError, match="not None"):
+        LowRankChanges((None, None))
     with pytest.raises(ValueError, match="d must"):
         add_low_rank(d[1:], x, segments, changes)
     with pytest.raises(ValueError, match="x has 10 rows"):

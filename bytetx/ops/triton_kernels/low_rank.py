@@ -1,7 +1,5 @@
 """Low-rank changes of the rows of a product, another one for each segment of rows."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import triton
@@ -89,29 +87,29 @@ def add_low_rank(
     d: Tensor,
     x: Tensor,
     segments: RowSegments,
-    factors: Sequence[tuple[Tensor, Tensor] | None],
+    *,
+    addresses: Tensor,
+    has_change: np.ndarray,
+    max_rank: int,
 ) -> None:
-    """ops.low_rank.add_low_rank on checked arguments; factors: (a, b) of each owner."""
-    tiles = _tiles(segments, np.array([one is not None for one in factors], dtype=bool))
+    """ops.low_rank.add_low_rank on checked arguments; the others as of its LowRankChanges."""
+    plan = ("tiles", x.device, has_change.tobytes())
+    tiles = segments.plans.get(plan)
+    if tiles is None:
+        tiles = upload(torch.from_numpy(_tiles(segments, has_change)), x.device)
+        segments.plans[plan] = tiles
     (m, k), n = x.shape, d.shape[1]
     if not len(tiles) or not n or not k:
         return
-    addresses = [
-        (0, 0, 0) if one is None else (one[0].data_ptr(), one[1].data_ptr(), len(one[0]))
-        for one in factors
-    ]
-    max_rank = max(rank for _, _, rank in addresses)
-    tables = (
-        upload(torch.from_numpy(tiles), x.device),
-        upload(torch.tensor(addresses, dtype=torch.int64), x.device),
-    )
     middle = torch.empty((m, max_rank), dtype=torch.float32, device=x.device)
     meta = {"PRECISION": dot_precision(x.dtype), "BLOCK_M": _ROWS, "BLOCK_R": _RANKS}
     meta |= {"num_warps": 4, "num_stages": 3}
-    launch(_shrink_kernel, (len(tiles),), x, middle, *tables, k, max_rank, BLOCK_K=_INNER, **meta)
-    grid = (len(tiles), triton.cdiv(n, _COLUMNS))
-    stride = d.stride(0)
-    launch(_expand_kernel, grid, d, middle, *tables, n, stride, max_rank, BLOCK_N=_COLUMNS, **meta)
+    tables, key = (tiles, addresses), (x.dtype, k, n, meta["PRECISION"])
+    shrink = {"key": key, "BLOCK_K": _INNER, **meta}
+    launch(_shrink_kernel, (len(tiles),), x, middle, *tables, k, max_rank, **shrink)
+    grid, stride = (len(tiles), triton.cdiv(n, _COLUMNS)), d.stride(0)
+    expand = {"key": key, "BLOCK_N": _COLUMNS, **meta}
+    launch(_expand_kernel, grid, d, middle, *tables, n, stride, max_rank, **expand)
 
 
 def _tiles(segments: RowSegments, has_change: np.ndarray) -> np.ndarray:
