@@ -4,6 +4,7 @@ A family's file names one by `hook`; it takes the spec without it and returns th
 """
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from bytetx.checkpoint.layer_spec import (
     read_alibi,
 )
 from bytetx.checkpoint.model_spec import ModelSpec
+from bytetx.checkpoint.rope_spec import read_rotary
 from bytetx.errors import CheckpointError
 
 # Terms of disentangled attention, by their names in config.json.
@@ -216,16 +218,32 @@ def granite(values: Values, spec: ModelSpec) -> ModelSpec:
     )
 
 
+# What transformers' class takes where config.json says nothing.
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
 def ministral3(values: Values, spec: ModelSpec) -> ModelSpec:
     """Queries are multiplied by a number that grows with their position."""
-    given = values.config.get("rope_parameters")
-    if not isinstance(given, Mapping):
-        if values.config.get("rope_theta") is not None:
+    config = values.config
+    given = config.get("rope_parameters")
+    if given is None:
+        if config.get("rope_theta") is not None or config.get("rope_scaling") is not None:
             return spec
-        raise CheckpointError(
-            f"config.json: rope_parameters must be a table, got {given!r:.120}; the scaling of "
-            "positions has no default"
-        )
+        values, given = copy(values), _MINISTRAL3_ROPE
+        values.config = {**config, "rope_parameters": given}
+        spec = _layers(spec, rotary=read_rotary(values, spec.head_dim))
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"config.json: rope_parameters must be a table, got {given!r:.120}")
     if not given.get("llama_4_scaling_beta"):
         return spec
     period = given.get("original_max_position_embeddings")

@@ -116,6 +116,7 @@ def _is_plain(layers: Layers) -> bool:
         and not layers.is_interleaved
         and layers.buckets is None
         and layers.convolution is None
+        and spec.query_growth is None
         and not has_dynamic
     )
 

@@ -381,7 +381,10 @@ class Layers:
         heads = [blocks.num_heads, blocks.num_kv_heads, blocks.num_kv_heads]
         if step.pause is not None:
             step.pause()
-        qkv, is_turned = self._project_heads(h, layer, i, step)
+        if self._rotations[i] is None and not self.is_interleaved:
+            qkv, is_turned = step.rows.column_parallel(h, layer.qkv), layer.q_norm is None
+        else:
+            qkv, is_turned = self._project_heads(h, layer, i, step)
         by_head = qkv.unflatten(1, (-1, self.spec.head_dim))
         q, k, v = by_head.split(heads, dim=1)  # views
         if layer.q_norm is not None and layer.k_norm is not None and self._norms_projections:
@@ -455,8 +458,7 @@ class Layers:
             qkv = step.rows.column_parallel(h, layer.qkv)
             return (self._separate(qkv) if self.is_interleaved else qkv), False
         rotation = self._rotations[i]
-        if rotation is None:
-            return step.rows.column_parallel(h, layer.qkv), True
+        assert rotation is not None  # _attention has seen to it
         turn = HeadRotation(
             *step.rotations[rotation],
             num_heads=self.blocks.num_heads + self.blocks.num_kv_heads,

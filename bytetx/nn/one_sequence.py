@@ -64,6 +64,7 @@ def step_weights(transformer: Transformer, cache: KvCache) -> StepWeights | None
         and layer_spec.qk_norm == "head"
         and not any(layer_spec.window_of(i) for i in numbers)
         and not layer_spec.softcap
+        and layer_spec.query_growth is None
         and layers.alibi_slopes is None
         and layers.relative_bias is None
         and layers.buckets is None

@@ -115,10 +115,12 @@ def test_growing_queries_as_files_have_them() -> None:
         layers = build_spec(config).layer_spec
         assert layers.query_growth == QueryGrowth(0.1, 16384)
         assert layers.rotary.attention_factor == 1.0
+    layers = build_spec({"model_type": "ministral3"}).layer_spec  # what the class then takes
+    assert layers.query_growth == QueryGrowth(0.1, 16384) and layers.rotary.factor == 16.0
     small = {"model_type": "mistral3", "text_config": {"model_type": "mistral", "rope_theta": 1e9}}
     assert build_spec(small).layer_spec.query_growth is None
     for changes, message in (
-        ({"rope_parameters": None}, "rope_parameters must be a table"),
+        ({"rope_parameters": [1]}, "rope_parameters must be a table"),
         (
             {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
             "must be a positive integer, got None",

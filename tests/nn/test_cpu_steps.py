@@ -28,11 +28,12 @@ dtype = cpu_kernels.dtype
 poisoned_memory = cpu_kernels.poisoned_memory
 
 # Families whose layers are not pre-norm with attention and feed-forward in turn, or have experts,
-# norms of whole projections, dynamic rotation, or weights of their own kinds.
+# norms of whole projections, dynamic rotation, growing queries, or weights of their own kinds.
 OTHERS = {
     *("llama-dynamic", "gpt_neox", "opt-post", "gptj", "olmo2", "olmo2-biases", "falcon"),
     *("falcon-heads", "falcon-groups", "falcon-one-norm", "falcon-alibi-groups", "mixtral"),
-    *("mixtral-window", "qwen3_moe", "qwen3_moe-period", "stablelm-parallel"),
+    *("mixtral-window", "qwen3_moe", "qwen3_moe-period", "stablelm-parallel", "ministral3"),
+    "ministral3-window",
 }
 # Those whose activation is not a gate: with float32 oneDNN computes it, with bits of its own.
 UNGATED = ("gpt2", "gpt_neox-serial", "opt", "gpt_neo", "starcoder2", "gpt_bigcode", "bloom")
