@@ -103,21 +103,24 @@ class AdapterRows:
         """adapters: object [num_rows], each row's or None. None where no row has one."""
         if adapters is None:
             return None
+        # Rows are many and segments few: only the latter are looked at one by one.
+        changes = np.flatnonzero(adapters[1:] != adapters[:-1]) + 1
+        bounds = np.concatenate([[0], changes, [len(adapters)]])
+        starts, stops = bounds[:-1], bounds[1:]
         numbers: dict[int, int] = {}
         found: list[object] = []
-        for adapter in adapters.tolist():
-            if adapter is not None and id(adapter) not in numbers:
+        owners = np.full(len(starts), -1, dtype=np.int64)
+        for i, adapter in enumerate(adapters[starts].tolist() if len(adapters) else ()):
+            if adapter is None:
+                continue
+            if id(adapter) not in numbers:
                 numbers[id(adapter)] = len(found)
                 found.append(adapter)
+            owners[i] = numbers[id(adapter)]
         if not found:
             return None
-        owners = np.fromiter(
-            (numbers.get(id(adapter), -1) for adapter in adapters), np.int64, len(adapters)
-        )
-        bounds = np.concatenate([[0], np.flatnonzero(np.diff(owners)) + 1, [len(owners)]])
-        starts, stops = bounds[:-1], bounds[1:]
-        own = owners[starts] >= 0
-        segments = RowSegments(starts[own], stops[own], owners[starts][own], len(found))
+        own = owners >= 0
+        segments = RowSegments(starts[own], stops[own], owners[own], len(found))
         return cls(tuple(found), segments)
 
 
