@@ -2,7 +2,7 @@
 
 import secrets
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -53,11 +53,12 @@ class Adapter:
 class _Owners:
     """The adapters that passes have used, with a number each, and the changes of each weight.
 
-    It holds the changes of adapters, but not the adapters: when one is given up, so is this.
+    It holds the changes of adapters, but not the adapters.
+    given_up: called when nobody has one of them any more.
     """
 
-    def __init__(self, adapters: Sequence[Adapter]):
-        self.adapters = [weakref.ref(adapter) for adapter in adapters]
+    def __init__(self, adapters: Sequence[Adapter], given_up: Callable[[object], None]):
+        self.adapters = [weakref.ref(adapter, given_up) for adapter in adapters]
         self.numbers = {adapter.uid: i for i, adapter in enumerate(adapters)}
         self._changes = [adapter.changes for adapter in adapters]
         self._of_weight: dict[int, LowRankChanges | None] = {}
@@ -87,14 +88,11 @@ class AdapterTables:
         with self._lock:
             before = () if self._owners is None else self._owners.adapters
             known = {found.uid: found for ref in before if (found := ref()) is not None}
-            for adapter in adapters:
-                if adapter.uid not in known:
-                    known[adapter.uid] = adapter
-                    weakref.finalize(adapter, self._forget).atexit = False
-            self._owners = _Owners(list(known.values()))
-            return self._owners
+            known |= {adapter.uid: adapter for adapter in adapters}
+            self._owners = owners = _Owners(list(known.values()), self._forget)
+        return owners
 
-    def _forget(self) -> None:
+    def _forget(self, _: object) -> None:
         """Let go of the changes of an adapter that nobody has any more, and of all tables."""
         self._owners = None
 

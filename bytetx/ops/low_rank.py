@@ -1,6 +1,7 @@
 """Low-rank changes of a linear layer, another one for each segment of its rows."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
@@ -12,7 +13,7 @@ from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.registry import Operation
 from bytetx.ops.weight import QuantizedWeight, Weight
-from bytetx.packed import RowSegments, upload
+from bytetx.packed import RowSegments
 
 # Shape class: dtype.  run(d, x, segments, changes) as of add_low_rank.
 LOW_RANK = Operation("low_rank")
@@ -37,34 +38,37 @@ class LowRankChange:
         return self.a.nbytes + self.b.nbytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LowRankChanges:
-    """The changes of one layer, checked once for all passes.
+    """The changes of one layer, checked once for all passes; threads may share it.
 
     by_owner: of each owner, None where it changes nothing here; at least one is not None.
     Raises ValueError where they differ in n, k, dtype or device.
     """
 
     by_owner: tuple[LowRankChange | None, ...]
-    has_change: np.ndarray = field(init=False)  # bool [num_owners]
-    max_rank: int = field(init=False)
-    _addresses: list[Tensor] = field(init=False, default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        changes = [change for change in self.by_owner if change is not None]
-        if not changes:
+        if not self.has_change.any():
             raise ValueError("by_owner must have a change that is not None")
-        first = changes[0]
-        for change in changes:
-            _require_alike("a", change.a, (change.rank, self.k), first.a)
-            _require_alike("b", change.b, (self.n, change.rank), first.a)
-        has_change = [change is not None for change in self.by_owner]
-        object.__setattr__(self, "has_change", np.array(has_change, dtype=bool))
-        object.__setattr__(self, "max_rank", max(change.rank for change in changes))
+        like = self.first.a
+        for change in self.by_owner:
+            if change is not None:
+                _require_alike("a", change.a, (change.rank, self.k), like)
+                _require_alike("b", change.b, (self.n, change.rank), like)
 
-    @property
+    @cached_property
+    def has_change(self) -> np.ndarray:
+        """bool [num_owners]"""
+        return np.array([change is not None for change in self.by_owner], dtype=bool)
+
+    @cached_property
     def first(self) -> LowRankChange:
         return next(change for change in self.by_owner if change is not None)
+
+    @cached_property
+    def max_rank(self) -> int:
+        return max(change.rank for change in self.by_owner if change is not None)
 
     @property
     def n(self) -> int:
@@ -74,18 +78,17 @@ class LowRankChanges:
     def k(self) -> int:
         return self.first.a.shape[1]
 
-    @property
+    @cached_property
     def addresses(self) -> Tensor:
-        """int64 [num_owners, 3], on the device of the changes: of a, of b, and the rank."""
-        if not self._addresses:
-            rows = [
-                (0, 0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr(), one.rank)
-                for one in self.by_owner
-            ]
-            self._addresses.append(
-                upload(torch.tensor(rows, dtype=torch.int64), self.first.a.device)
-            )
-        return self._addresses[0]
+        """int64 [num_owners, 3], on the device of the changes: of a, of b, and the rank.
+
+        The copy is waited for, since passes in other streams read it, too.
+        """
+        rows = [
+            (0, 0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr(), one.rank)
+            for one in self.by_owner
+        ]
+        return torch.tensor(rows, dtype=torch.int64, device=self.first.a.device)
 
 
 def _require_alike(name: str, t: Tensor, shape: tuple[int, int], other: Tensor) -> None:
