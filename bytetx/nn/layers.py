@@ -117,6 +117,12 @@ class Layers:
         self._windows = [layer_spec.window_of(i) for i in indices]
         self.windows = set(self._windows)  # 0 where a layer has none
         self._rotations = [layer_spec.rotary_of(i) for i in indices]
+        rotates = [rotation is not None for rotation in self._rotations]
+        norms_heads = [layer.q_norm is not None for layer in self.weights]
+        # Whether a layer's q and k are not what the product gives; and whether, without pages, they
+        # are rotated where they are computed: side by side, and without a norm between.
+        self._changes_heads = [norms_heads[i] or rotates[i] for i in indices]
+        self._turns = [rotates[i] and not norms_heads[i] and not is_interleaved for i in indices]
         # The norm after each layer: its ffn_norm, or the first norm of the next one, if any.
         self._last_norms = [layer.ffn_norm for layer in self.weights]
         if layer_spec.norm_placement != "post":
@@ -377,16 +383,17 @@ class Layers:
 
     def _attention(self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass) -> torch.Tensor:
         """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
-        batch, blocks = step.batch, self.blocks
-        heads = [blocks.num_heads, blocks.num_kv_heads, blocks.num_kv_heads]
+        batch, heads = step.batch, [self.blocks.num_heads, *(self.blocks.num_kv_heads,) * 2]
         if step.pause is not None:
             step.pause()
-        if self._rotations[i] is None and not self.is_interleaved:
-            qkv, is_turned = step.rows.column_parallel(h, layer.qkv), layer.q_norm is None
+        turns = step.cache is None and self._turns[i]
+        if turns:
+            qkv = step.rows.project_heads(h, layer.qkv, self._head_rotation(i, step))
         else:
-            qkv, is_turned = self._project_heads(h, layer, i, step)
-        by_head = qkv.unflatten(1, (-1, self.spec.head_dim))
-        q, k, v = by_head.split(heads, dim=1)  # views
+            qkv = step.rows.column_parallel(h, layer.qkv)
+        if self.is_interleaved:
+            qkv = self._separate(qkv)
+        q, k, v = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)  # views
         if layer.q_norm is not None and layer.k_norm is not None and self._norms_projections:
             q, k = step.rows.norm_projections(q, k, layer.q_norm, layer.k_norm)
         attend, plan = step.attention[self._windows[i]]
@@ -428,7 +435,7 @@ class Layers:
                 early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,
                 **options,
             ).flatten(1)
-        if not is_turned:
+        if self._changes_heads[i] and not turns:
             q, k = self._rotate(q, k, layer, i, step)
         q = q if step.growth is None else q * step.growth
         if batch.computed:
@@ -447,25 +454,16 @@ class Layers:
             **options,
         ).flatten(1)
 
-    def _project_heads(
-        self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass
-    ) -> tuple[torch.Tensor, bool]:
-        """Rows of q, k and v, and whether q and k are what attention reads.
-
-        Heads without norms or pages, side by side in their rows, are rotated by the product.
-        """
-        if step.cache is not None or layer.q_norm is not None or self.is_interleaved:
-            qkv = step.rows.column_parallel(h, layer.qkv)
-            return (self._separate(qkv) if self.is_interleaved else qkv), False
+    def _head_rotation(self, i: int, step: _Pass) -> HeadRotation:
+        """That of a layer's q and k, which lie side by side."""
         rotation = self._rotations[i]
-        assert rotation is not None  # _attention has seen to it
-        turn = HeadRotation(
+        assert rotation is not None  # _turns says so
+        return HeadRotation(
             *step.rotations[rotation],
             num_heads=self.blocks.num_heads + self.blocks.num_kv_heads,
             head_dim=self.spec.head_dim,
             is_interleaved=rotation.is_interleaved,
         )
-        return step.rows.project_heads(h, layer.qkv, turn), True
 
     def _separate(self, qkv: torch.Tensor) -> torch.Tensor:
         """Features of q, then k, then v, of a weight whose groups of heads take turns."""
