@@ -9,7 +9,7 @@ from checkpoints import make_tokenizer
 from safetensors.torch import save_file
 from tiny import tiny_model
 
-_SIZE = 48  # of the encoder's rows, too
+_SIZE = 48  # the encoder's rows have as many features
 
 
 def save_extractor(folder: Path) -> Path:

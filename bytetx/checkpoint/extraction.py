@@ -18,7 +18,7 @@ from bytetx.checkpoint.side_files import (
 )
 from bytetx.errors import CheckpointError
 
-# Of the encoder's tensors in a GLiNER model's file.
+# What the names of the encoder's tensors begin with in a GLiNER model's file.
 _ENCODER = "token_rep_layer.bert_layer.model."
 # An encoder without a table of positions reads texts of any length; attention's memory ends them.
 _MOST_POSITIONS = 1 << 14
@@ -44,7 +44,7 @@ _FIELDS: dict[str, Field] = {
     "subtoken_pooling": TEXT,
     "words_splitter_type": TEXT,
 }
-# Keys of kinds of models that are not read, by what they say.
+# Keys of kinds of models that are not read, and what they say.
 _OTHER_KINDS = {
     "labels_encoder": "labels have an encoder of their own",
     "labels_decoder": "labels are generated",

@@ -110,6 +110,7 @@ class WordReader(InputReader):
         rows: list[np.ndarray] = []
         alignments: list[WordAlignment] = []
         truncated: list[bool] = []
+        seqlens: list[int] = []
         begin = 0
         for text, spans in zip(given.values(), split, strict=True):
             own = words[begin : begin + len(spans)]
@@ -120,15 +121,11 @@ class WordReader(InputReader):
             truncated.append(bool(len(kept) < np.count_nonzero(sizes)))
             own, sizes = own[kept], sizes[kept]
             ids = token_ids[rows_of(starts[own], sizes)]
-            is_read = bool(len(kept) and len(prompt.labels))
-            rows += [ids[:0]] if not is_read else [prompt.before, ids, prompt.behind]
+            is_read = len(kept) and len(prompt.labels)
+            seqlens.append(prompt.num_tokens + len(ids) if is_read else 0)
+            rows += [prompt.before, ids, prompt.behind] if is_read else [ids[:0]]
             places = np.array(spans, dtype=np.int64).reshape(-1, 2)[kept]
             alignments.append(WordAlignment(text, None, None, [], words=places, num_tokens=sizes))
-        is_empty = [not len(one.words) or not len(prompt.labels) for one in alignments]
-        seqlens = [
-            0 if empty else prompt.num_tokens + int(one.num_tokens.sum())
-            for one, empty in zip(alignments, is_empty, strict=True)
-        ]
         requests = Requests(
             np.fromiter(given, dtype=np.int64, count=len(given)),
             np.array(seqlens, dtype=np.int32),

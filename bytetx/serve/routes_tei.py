@@ -213,7 +213,7 @@ async def extract(body: ExtractRequest, exchange: Exchange) -> Response:
         "extract",
         body.texts,
         labels=labels,
-        threshold=0.5 if body.threshold is None else body.threshold,
+        threshold=body.threshold,
         nested=body.nested,
         multi_label=body.multi_label,
         truncate=truncates(exchange, body.truncate),

@@ -493,7 +493,7 @@ class ExtractRequest(Request):
         Annotated[_List[str], Field(max_length=MAX_LABELS)]
         | Annotated[dict[str, str], Field(max_length=MAX_LABELS)]
     ) = Field(description="What is looked for, or a table with a description of each label.")
-    threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(0.5)
+    threshold: OrNull[Annotated[float, Field(ge=0, le=1)]] = 0.5
     nested: OrNull[bool] = False
     multi_label: OrNull[bool] = False
     truncate: bool | None = Field(None, description="Cut long texts; the server's --auto-truncate.")

@@ -17,12 +17,10 @@ from bytetx.ops.pooling import largest, pool
 from bytetx.requests.words import LabelPrompt, WordAlignment, WordReader, label_prompt
 from bytetx.sequence_tree import rows_of
 from bytetx.tasks.call import TaskCall, list_sink
+from bytetx.tasks.classify import sigmoid
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import ExtractedSpan, Results
 from bytetx.tasks.task import TextOptions, option, task
-
-# exp of a larger number overflows f32.
-_MOST_LOGIT = np.float32(88)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +116,8 @@ class ExtractTask:
         if not len(texts):
             none = torch.empty((0, len(self.labels)), device=hidden_states.device)
             return none, none.sum(dim=1)
-        alignments = [one for one in _alignments(requests) if self._has_rows(one)]
+        every = _alignments(requests)
+        alignments = [every[text] for text in texts.tolist()]
         num_words = [len(one.words) for one in alignments]
         starts = requests.cu_seqlens[:-1][texts]
         sizes = [one.num_tokens for one in alignments]
@@ -144,15 +143,14 @@ class ExtractTask:
         rows = self.head.project(hidden_states[_on(tokens, hidden_states)])
         return pool(rows, _on(bounds, hidden_states), mode=mode)
 
-    def _has_rows(self, alignment: WordAlignment) -> bool:
-        return bool(len(alignment.words) and self.labels)
-
     def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
         return are_finite(outputs[1], np.array(self._num_rows(step.requests), dtype=np.int64))
 
     def _num_rows(self, requests: Requests) -> list[int]:
-        rows = self.head.scorer.rows_of
-        return [rows(len(one.words)) if self._has_rows(one) else 0 for one in _alignments(requests)]
+        """Rows of scores of each text; a text without tokens has none."""
+        rows, texts = self.head.scorer.rows_of, _alignments(requests)
+        sizes = requests.seqlens.tolist()
+        return [rows(len(one.words)) if n else 0 for one, n in zip(texts, sizes, strict=True)]
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[ExtractedSpan]]:
         ends = np.cumsum(self._num_rows(step.requests))[:-1]
@@ -190,17 +188,11 @@ def _on(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(rows).to(like.device)
 
 
-def _sigmoid(logits: np.ndarray) -> np.ndarray:
-    one = np.float32(1)
-    found: np.ndarray = one / (one + np.exp(-np.maximum(logits, -_MOST_LOGIT)))
-    return found
-
-
 def _spans_of_rows(
     scores: np.ndarray, num_words: int, max_width: int, threshold: float
 ) -> list[_Found]:
     """Spans above the threshold.  scores: f32 [num_words * max_width, num_labels]."""
-    found = _sigmoid(scores)
+    found = sigmoid(scores)
     rows, labels = np.nonzero(found > np.float32(threshold))
     first, width = np.divmod(rows, max_width)
     is_inside = first + width < num_words
@@ -215,7 +207,7 @@ def _spans_of_words(scores: np.ndarray, threshold: float) -> list[_Found]:
 
     scores: f32 [num_words, 3, num_labels]: as a start, as an end, inside.
     """
-    starts, ends, insides = _sigmoid(scores).transpose(1, 0, 2)
+    starts, ends, insides = sigmoid(scores).transpose(1, 0, 2)
     least = np.float32(threshold)
     found: list[_Found] = []
     for first, label in zip(
