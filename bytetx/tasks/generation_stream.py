@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from threading import Condition, Lock
+from threading import Condition, Lock, Thread
 
 from bytetx.encode.request import RunStats
 from bytetx.errors import ClosedError, DeadlineError, QueueFullError, TooLargeError
@@ -32,6 +32,7 @@ class PromptGroup:
 
 
 _NUM_READERS = 2
+_LAST_READ_S = 1.0  # what closing waits for a reader, at most
 
 
 class GenerationThread:
@@ -149,7 +150,11 @@ class GenerationThread:
             if self._engine is not None:
                 self._engine.close()
         for reader in self.readers.values():
-            reader.shutdown(wait=False)
+            # A reader's last frames hold its prompt's error, and with it the model. They end right
+            # away, but for a prompt that was given up while it is read.
+            ending = Thread(target=reader.shutdown, daemon=True)
+            ending.start()
+            ending.join(_LAST_READ_S)
 
 
 class AsyncGeneration(AsyncIterator[RequestOutput]):
