@@ -27,7 +27,7 @@ struct PanelMatrix {
     int64_t n;
     int64_t k;
     int64_t features;  // k or more, even in bf16, whole groups of codes
-    int32_t columns;   // a multiple of 16; of codes 16
+    int32_t columns;   // a multiple of 16, or 1 of plain f32 rows; of codes 16
     // Features of a chain of f32 sums, even in bf16; chains are added in order. Codes have none.
     int32_t chain;
     PanelFormat format;

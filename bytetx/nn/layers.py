@@ -61,11 +61,11 @@ class _Pass(RowPass):
 _FEW_PASSES = 2
 
 
-def _is_laid_out(layer: LayerWeights) -> bool:
-    """Whether all matrices of a layer are floats that a CPU has laid out."""
+def _is_dense(layer: LayerWeights) -> bool:
+    """Whether all matrices of a layer are floats."""
     matrices = [w.fused if isinstance(w, GatedWeight) else w for w in layer.linears]
     is_dense = isinstance(layer.feed_forward, DenseFeedForward)
-    return is_dense and all(isinstance(w, LinearWeight) and w.is_prepacked for w in matrices)
+    return is_dense and all(isinstance(w, LinearWeight) for w in matrices)
 
 
 def _query_growth(growth: QueryGrowth, batch: PackedBatch, dtype: torch.dtype) -> torch.Tensor:
@@ -246,7 +246,7 @@ class Layers:
         self._few_passes += 1
         if self._few_passes == _FEW_PASSES:
             finder = PanelFinder()
-            for layer in filter(_is_laid_out, self.weights):
+            for layer in filter(_is_dense, self.weights):
                 for w in layer.linears:
                     finder.find_few_rows(w.dense)
 

@@ -77,7 +77,7 @@ class LinearWeight:
 
     has_kernel: whether the Hopper kernel takes it; x and residual must be aligned as well.
     batch_invariant: a row's bits do not depend on the other rows, nor on how many there are.
-    few_rows: runs at most MAX_FEW_ROWS rows of a weight in oneDNN's layout, with the same bits; it
+    few_rows: runs at most MAX_FEW_ROWS rows of a weight that oneDNN runs, with the same bits; it
     is found when the weight is in use, see PanelFinder.find_few_rows.
     backend: LINEAR's for all products with it.
     Other members: as of bytetx.ops.weight.Weight.

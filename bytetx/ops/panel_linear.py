@@ -12,7 +12,7 @@ _CPU = torch.device("cpu")
 # PanelFormat of csrc/panel_ops.h.
 WORDS, BF16_DOT, INT8, INT4 = range(4)
 _COLUMNS = 32  # outputs of a panel of ours, as in csrc/cpu/bf16_linear.h
-_F32_CHAIN = 1024  # features that f32 sums in a row, as oneDNN does: errors grow with them
+F32_CHAIN = 1024  # features that f32 sums in a row, as oneDNN does: errors grow with them
 
 
 def why_no_panels() -> str | None:
@@ -48,7 +48,7 @@ def our_panels(
     It points into memory that the caller keeps.
     """
     features = k + k % _pair(dtype)
-    chain = _F32_CHAIN if dtype == torch.float32 else features
+    chain = F32_CHAIN if dtype == torch.float32 else features
     return PanelMatrix(packed, bias, None, n, k, features, _COLUMNS, chain, WORDS)
 
 

@@ -14,6 +14,7 @@ from bytetx.ops.linear import MAX_FEW_ROWS, LinearWeight, has_fixed_bf16
 from bytetx.ops.native_params import PanelMatrix
 from bytetx.ops.panel_linear import (
     BF16_DOT,
+    F32_CHAIN,
     WORDS,
     has_bf16_dot,
     our_panels,
@@ -57,7 +58,7 @@ class PanelFinder:
         """Give w what runs few rows faster than oneDNN, in its layout and with its bits, if any."""
         if w.dtype != torch.float32 or w.weight.dtype == torch.int32 or w.few_rows is not None:
             return
-        panels = self.find(w)
+        panels = _plain_panels(w) if w.is_plain else self.find(w)
         if panels is None:
             return
         few = replace(w, few_rows=native.PanelProduct.of(panels, w.dtype))
@@ -83,6 +84,15 @@ class PanelFinder:
             self._found[key] = _try_layouts(w)
         found = self._found[key]
         return None if found is None else found.of(w, torch.ops.mkldnn.data_ptr(w.weight))
+
+
+def _plain_panels(w: LinearWeight) -> PanelMatrix | None:
+    """A plain f32 weight as panels of one output, in oneDNN's usual order of sums."""
+    if w.weight.device.type != "cpu" or w.n * w.k == 0 or why_no_panels() is not None:
+        return None
+    if any(t is not None and not t.is_contiguous() for t in (w.weight, w.bias)):
+        return None
+    return PanelMatrix(w.weight, w.bias, None, w.n, w.k, w.k, 1, F32_CHAIN, WORDS)
 
 
 def _try_layouts(w: LinearWeight) -> _PanelLayout | None:

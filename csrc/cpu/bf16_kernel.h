@@ -14,6 +14,7 @@
 
 #include "cpu/bf16_linear.h"
 #include "cpu/panel_tile.h"
+#include "cpu/transpose.h"
 
 namespace bytetx::cpu::BYTETX_SIMD {
 
@@ -64,54 +65,6 @@ inline void multiply_rest(const Bf16LinearParams& p, const float* rows, int64_t 
     }
 }
 
-// to[8 pairs][8 of a panel's outputs] = from[8 outputs][8 pairs]; `stride` in features.
-inline void transpose_words(const Bf16* from, int64_t stride, uint32_t* to) {
-#if defined(BYTETX_NEON)
-    const auto load_pairs = [=](int output, int pair) {
-        return vreinterpretq_u32_u16(vld1q_u16(&from[output * stride + 2 * pair].bits));
-    };
-    for (int output = 0; output < 8; output += 4) {
-        for (int pair = 0; pair < 8; pair += 4) {
-            const uint32x4_t a = load_pairs(output, pair), b = load_pairs(output + 1, pair);
-            const uint32x4_t c = load_pairs(output + 2, pair), d = load_pairs(output + 3, pair);
-            const uint32x4x2_t even = vzipq_u32(a, c), odd = vzipq_u32(b, d);
-            const uint32x4x2_t low = vzipq_u32(even.val[0], odd.val[0]);
-            const uint32x4x2_t high = vzipq_u32(even.val[1], odd.val[1]);
-            uint32_t* block = to + pair * kBf16Columns + output;
-            vst1q_u32(block, low.val[0]);
-            vst1q_u32(block + kBf16Columns, low.val[1]);
-            vst1q_u32(block + 2 * kBf16Columns, high.val[0]);
-            vst1q_u32(block + 3 * kBf16Columns, high.val[1]);
-        }
-    }
-#else
-    __m256 rows[8], halves[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-        rows[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(from + i * stride));
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        halves[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
-        halves[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 8; i += 4) {
-        rows[i] = _mm256_shuffle_ps(halves[i], halves[i + 2], 0x44);
-        rows[i + 1] = _mm256_shuffle_ps(halves[i], halves[i + 2], 0xee);
-        rows[i + 2] = _mm256_shuffle_ps(halves[i + 1], halves[i + 3], 0x44);
-        rows[i + 3] = _mm256_shuffle_ps(halves[i + 1], halves[i + 3], 0xee);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        auto* low = reinterpret_cast<float*>(to + i * kBf16Columns);
-        auto* high = reinterpret_cast<float*>(to + (i + 4) * kBf16Columns);
-        _mm256_storeu_ps(low, _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x20));
-        _mm256_storeu_ps(high, _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x31));
-    }
-#endif
-}
-
 // Columns [first, first + 32) of plain weights as a packed panel; those from n on are zeros.
 inline void pack_panel(const Bf16LinearParams& p, int64_t first, uint32_t* panel) {
     const int64_t num_pairs = feature_pairs(p.k), whole = p.k / 16 * 8;
@@ -120,7 +73,8 @@ inline void pack_panel(const Bf16LinearParams& p, int64_t first, uint32_t* panel
         const int64_t num_columns = p.n - first - column;
         int64_t pair = 0;
         for (; num_columns >= 8 && pair < whole; pair += 8) {
-            transpose_words(weight + 2 * pair, p.k, panel + pair * kBf16Columns + column);
+            transpose_words(weight + 2 * pair, p.k * int64_t{sizeof(Bf16)},
+                            panel + pair * kBf16Columns + column, kBf16Columns);
         }
         for (; pair < num_pairs; ++pair) {
             for (int64_t i = 0; i < 8; ++i) {

@@ -9,6 +9,7 @@
 
 #include "cpu/panel_tile.h"
 #include "cpu/panels.h"
+#include "cpu/transpose.h"
 
 namespace bytetx::cpu::BYTETX_SIMD {
 
@@ -111,19 +112,49 @@ inline void sum_columns(const PanelBlock& b, int64_t column, int64_t steps, bool
     }
 }
 
+// Steps [at, at + steps) of b's outputs in a weight of plain rows, as a panel of kBlockColumns. The
+// weight has `outputs` of them; its last one stands in for the others.
+inline PanelBlock transpose_steps(const PanelBlock& b, const PanelMatrix& w, int64_t outputs,
+                                  int64_t at, int64_t steps, uint32_t* panel) {
+    constexpr int64_t kSide = 8;
+    for (int64_t column = 0; column < b.num_columns; column += kSide) {
+        const uint32_t* rows = b.weight + column * w.features + at;
+        int64_t step = 0;
+        for (; column + kSide <= outputs && step + kSide <= steps; step += kSide) {
+            transpose_words(rows + step, w.features * int64_t{sizeof(uint32_t)},
+                            panel + step * kBlockColumns + column, kBlockColumns);
+        }
+        for (; step < steps; ++step) {
+            for (int64_t i = column; i < column + kSide; ++i) {
+                const int64_t output = i < outputs ? i : outputs - 1;
+                panel[step * kBlockColumns + i] = b.weight[output * w.features + at + step];
+            }
+        }
+    }
+    PanelBlock block = b;
+    block.rows += at;
+    block.weight = panel;
+    block.columns = kBlockColumns;
+    return block;
+}
+
 // All of k: chain after chain, and of each some steps whose words stay in L1 while all rows and
-// columns go through them.
+// columns go through them.  outputs: those of the block that the weight has.
 template <class Format>
-inline void sum_block(const PanelBlock& b, const PanelMatrix& w, float* totals) {
+inline void sum_block(const PanelBlock& b, const PanelMatrix& w, int64_t outputs, float* totals) {
+    alignas(64) uint32_t panel[kBlockSteps * kBlockColumns];
+    const bool is_plain = has_plain_rows(w);
     constexpr int kFeatures = Format::kFeatures;
     const int64_t num_steps = (w.k + kFeatures - 1) / kFeatures, chain = w.chain / kFeatures;
     const bool is_narrow = b.num_rows * b.num_columns <= int64_t{kMostSums} * Vec::kWidth;
     for (int64_t first = 0; first < num_steps; first += chain) {
         const int64_t end = first + chain < num_steps ? first + chain : num_steps;
-        const int64_t most = is_narrow ? end - first : kBlockSteps;
+        const int64_t most = is_narrow && !is_plain ? end - first : kBlockSteps;
         for (int64_t at = first; at < end; at += most) {
             const int64_t steps = at + most < end ? most : end - at;
-            sum_columns<Format, kMostVectors>(b.from<Format>(at), 0, steps, at == first);
+            const PanelBlock block =
+                is_plain ? transpose_steps(b, w, outputs, at, steps, panel) : b.from<Format>(at);
+            sum_columns<Format, kMostVectors>(block, 0, steps, at == first);
         }
         if (chain >= num_steps) return;
         for (int64_t i = 0; i < b.num_rows * kBlockColumns; i += Vec::kWidth) {
@@ -160,15 +191,16 @@ inline void multiply_strips(const PanelProduct& p, int64_t first, int64_t last) 
     const int64_t panel_words = w.features / Format::kFeatures * w.columns;
     for (int64_t column = first * kStripColumns; column < stop;) {
         const int64_t panel = column / w.columns, rest = (panel + 1) * w.columns - column;
-        int64_t num_columns = rest < stop - column ? rest : stop - column;
+        int64_t num_columns = rest < stop - column && !has_plain_rows(w) ? rest : stop - column;
         if (num_columns > kBlockColumns) num_columns = kBlockColumns;
+        const int64_t outputs = num_columns < w.n - column ? num_columns : w.n - column;
         const auto* weight =
             static_cast<const uint32_t*>(w.weight) + panel * panel_words + column % w.columns;
         for (int64_t row = 0; row < p.m; row += kBlockRows) {
             const int64_t num_rows = p.m - row < kBlockRows ? p.m - row : kBlockRows;
             const PanelBlock b{p.rows + row * words, words, weight, w.columns, num_rows,
                                num_columns,          sums};
-            sum_block<Format>(b, w, totals);
+            sum_block<Format>(b, w, outputs, totals);
             finish_block<T>(p, b, row, column);
         }
         column += num_columns;

@@ -114,7 +114,7 @@ PanelKernels panel_kernels(Isa isa, DType dtype, PanelFormat format) {
 int64_t strips_of_task(const PanelMatrix& w, int num_threads) {
     constexpr int64_t kTasksAThread = 4;  // so that none waits long for the last one
     const int64_t tasks = kTasksAThread * std::max(num_threads, 1),
-                  panel = w.columns / kStripColumns;
+                  panel = std::max(w.columns / kStripColumns, int64_t{1});
     const int64_t strips = std::max(num_strips(w) / tasks, int64_t{1});
     return strips > panel ? strips / panel * panel : strips;
 }
@@ -126,8 +126,9 @@ void check_panels(const char* op, const PanelMatrix& w, DType dtype) {
                w.factor != nullptr;
     } else {
         const bool is_even = dtype == DType::f32 || (w.features % 2 == 0 && w.chain % 2 == 0);
-        fits = fits && w.columns >= kStripColumns && w.columns % kStripColumns == 0 &&
-               w.chain >= 1 && is_even;
+        const bool is_panel = w.columns >= kStripColumns && w.columns % kStripColumns == 0;
+        const bool is_plain = has_plain_rows(w) && dtype == DType::f32;
+        fits = fits && (is_panel || is_plain) && w.chain >= 1 && is_even;
     }
     if (fits) return;
     throw std::invalid_argument(std::string(op) + ": not a matrix in panels, n " +

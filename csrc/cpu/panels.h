@@ -15,6 +15,9 @@ inline int64_t num_strips(const PanelMatrix& w) {
     return (w.n + kStripColumns - 1) / kStripColumns;
 }
 
+// Whether outputs are rows of features, which the kernels transpose as they read them.
+inline bool has_plain_rows(const PanelMatrix& w) { return w.columns == 1; }
+
 // Codes: features that share a scale, and bytes of such a group of 16 outputs.
 constexpr int64_t kGroupFeatures = 32;
 constexpr int64_t kGroupBytes8 = kStripColumns * (kGroupFeatures + 2);

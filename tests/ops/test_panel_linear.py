@@ -150,10 +150,24 @@ def test_panels_of_a_prepacked_weight_give_its_bits(
     assert finder.find(prepare_linear(weight, bias, prepack=False)) is None
 
 
+@pytest.mark.parametrize("isa", cpu_kernels.VECTOR_ISAS)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (5, 33, 7), (12, 96, 64), (13, 83, 37), (3, 200, 1100), (70, 65, 66)]
+)
+def test_plain_rows_have_the_bits_of_panels(isa: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    x, weight, bias = operands(m, n, k, torch.float32)
+    w = our_panels(pack_weight(weight), bias, n=n, k=k, dtype=torch.float32)
+    plain = w._replace(weight=weight, columns=1, features=k)
+    assert torch.equal(panel_linear(x, plain, isa=isa), panel_linear(x, w, isa=isa))
+
+
+@pytest.mark.parametrize("prepack", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_few_rows_of_a_prepacked_weight_have_the_bits_of_many(has_bias: bool) -> None:
+def test_few_rows_of_a_weight_have_the_bits_of_many(has_bias: bool, prepack: bool) -> None:
     x, weight, bias = operands(40, 96, 1100, torch.float32)
-    w, few = (prepare_linear(weight, bias if has_bias else None, prepack=True) for _ in range(2))
+    given = bias if has_bias else None
+    w, few = (prepare_linear(weight, given, prepack=prepack) for _ in range(2))
     PanelFinder().find_few_rows(few)
     if w.weight.dtype == torch.int32:  # our kernel runs all rows
         assert few.few_rows is None
