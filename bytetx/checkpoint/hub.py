@@ -15,10 +15,11 @@ from huggingface_hub.errors import (
 from bytetx.errors import CheckpointError
 
 # Everything a load may read, in any subfolder; weights in other formats are never fetched.
-# The last two are BGE-M3's, a few MiB, read by torch's loader of plain tensors.
+# The last three are layers of a few MiB, BGE-M3's and sentence-transformers' Dense, read by torch's
+# loader of plain tensors.
 _HUB_PATTERNS = (
     *("*.json", "*.txt", "*.model", "*.model.v*", "*.jinja", "*.safetensors"),
-    *("sparse_linear.pt", "colbert_linear.pt"),
+    *("sparse_linear.pt", "colbert_linear.pt", "*_Dense/pytorch_model.bin"),
 )
 _HUB_IGNORED = ("onnx/*", "openvino/*")
 

@@ -38,6 +38,7 @@ from bytetx.checkpoint.side_files import one_of, read_fields, read_json
 from bytetx.checkpoint.weights import read_header
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.splade import POOLING_STRATEGIES, SPARSE_ACTIVATIONS, SpladeSpec
+from bytetx.nn.token_heads import read_pickled
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES, pool
@@ -559,14 +560,21 @@ def load_static_weights(folder: Path) -> np.ndarray:
 
 
 def _tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
-    path = folder / "model.safetensors"
-    if not path.is_file():
+    """f32, those of floating numbers: of model.safetensors, else of pytorch_model.bin."""
+    path, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    if path.is_file():
+        saved = [tensor for tensor in read_header(path) if tensor.is_floating]
+        tensors = {tensor.name: tensor.read(torch.float32) for tensor in saved}
+    elif pickled.is_file():
+        read = read_pickled(pickled)
+        tensors = {
+            name: tensor.float() for name, tensor in read.items() if tensor.is_floating_point()
+        }
+    else:
         raise CheckpointError(
-            f"{folder} has no model.safetensors; pickle weights are refused: load the model with "
-            "sentence-transformers once and save it again"
+            f"{folder} has neither model.safetensors nor pytorch_model.bin; save the model again "
+            "with sentence-transformers"
         )
-    saved = [tensor for tensor in read_header(path) if tensor.is_floating]
-    tensors = {tensor.name: tensor.read(torch.float32) for tensor in saved}
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 

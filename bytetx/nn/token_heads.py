@@ -33,7 +33,7 @@ def load_token_head(
     if safe.is_file():
         path, tensors = safe, {saved.name: saved.read() for saved in read_header(safe)}
     elif pickled.is_file():
-        path, tensors = pickled, _read_pickled(pickled)
+        path, tensors = pickled, read_pickled(pickled)
     else:
         return None
     tensors = {key.removeprefix("linear."): tensor for key, tensor in tensors.items()}
@@ -53,7 +53,12 @@ def load_token_head(
     )
 
 
-def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
+def read_pickled(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a state_dict that torch.save wrote, on the CPU in their own dtypes.
+
+    torch's loader of plain tensors (weights_only) reads them, which runs no code of the file.
+    Raises CheckpointError for a file of more than 256 MiB, and for one that holds anything else.
+    """
     if path.stat().st_size > _MAX_BYTES:
         raise CheckpointError(f"{path} has more than {_MAX_BYTES >> 20} MiB; it is damaged")
     try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import edit_json, save_checkpoint, save_sentence_model
 from paths import ROOT
+from sentence_transformers.base.modules import Dense
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 # Answers that transformers takes as consent, then ordinary lines.
@@ -157,6 +158,21 @@ def test_weights_that_unpickle_are_never_opened(name: str, tmp_path: Path) -> No
     ran = embed(folder)
     assert ran.returncode == 1 and not mark.exists()
     assert "no model.safetensors" in ran.stderr or "are refused" in ran.stderr
+
+
+def test_a_dense_layer_in_a_pickle_runs_no_code(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path / "model", [Pooling(48), Dense(48, 8)])
+    mark = tmp_path / "the code ran"
+
+    class Bomb:
+        def __reduce__(self) -> tuple:
+            return Path.touch, (mark,)
+
+    (folder / "2_Dense" / "model.safetensors").unlink()
+    torch.save({"linear.weight": Bomb()}, folder / "2_Dense" / "pytorch_model.bin")
+    ran = embed(folder)
+    assert ran.returncode == 1 and not mark.exists()
+    assert "cannot be read as plain tensors" in ran.stderr
 
 
 @pytest.mark.parametrize("name", ["sparse_linear.pt", "colbert_linear.pt"])

@@ -15,6 +15,7 @@ from checkpoints import (
     save_sentence_model,
     texts,
 )
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
@@ -69,6 +70,23 @@ def test_dense_activation(activation: type[nn.Module], tmp_path: Path) -> None:
 def test_dense_without_bias_with_residual(out_features: int, tmp_path: Path) -> None:
     dense = Dense(HIDDEN, out_features, bias=False, use_residual=True)
     assert_same_embeddings(save_sentence_model(tmp_path, [Pooling(HIDDEN, "cls"), dense]))
+
+
+@pytest.mark.feature("Checkpoints", "sentence-transformers' modules saved as pytorch_model.bin")
+def test_a_dense_layer_in_pytorch_model_bin(tmp_path: Path) -> None:
+    modules = [Pooling(HIDDEN), Dense(HIDDEN, 20), LayerNorm(20), Normalize()]
+    folder = save_sentence_model(tmp_path, modules)
+    wanted = bytetx.load(folder, device="cpu").embed(["a text", "another"])
+    for name in ("2_Dense", "3_LayerNorm"):
+        safe = folder / name / "model.safetensors"
+        torch.save(load_file(safe), folder / name / "pytorch_model.bin")
+        safe.unlink()
+    assert_same_embeddings(folder)
+    found = bytetx.load(folder, device="cpu").embed(["a text", "another"])
+    assert np.array_equal(found.vectors, wanted.vectors)
+    (folder / "2_Dense" / "pytorch_model.bin").unlink()
+    with pytest.raises(CheckpointError, match="neither model.safetensors nor pytorch_model.bin"):
+        bytetx.load(folder, device="cpu")
 
 
 def test_layer_norm_module(tmp_path: Path) -> None:
