@@ -15,11 +15,12 @@ from huggingface_hub.errors import (
 from bytetx.errors import CheckpointError
 
 # Everything a load may read, in any subfolder; weights in other formats are never fetched.
-# The last three are layers of a few MiB, BGE-M3's and sentence-transformers' Dense, read by torch's
-# loader of plain tensors.
+# The last are layers of a few MiB, BGE-M3's and sentence-transformers', read by torch's loader of
+# plain tensors.
 _HUB_PATTERNS = (
     *("*.json", "*.txt", "*.model", "*.model.v*", "*.jinja", "*.safetensors"),
-    *("sparse_linear.pt", "colbert_linear.pt", "*_Dense/pytorch_model.bin"),
+    *("sparse_linear.pt", "colbert_linear.pt"),
+    *("*_Dense/pytorch_model.bin", "*_LayerNorm/pytorch_model.bin"),
 )
 _HUB_IGNORED = ("onnx/*", "openvino/*")
 
