@@ -58,6 +58,11 @@ FAMILIES = {
     "deberta-v2": ("DebertaV2", DEBERTA_V3),
     "deberta": ("Deberta", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
     "eurobert": ("EuroBert", {"num_key_value_heads": 1, "pad_token_id": 0, "mask_token_id": 3}),
+    "ultrabert": (
+        "Ultrabert",
+        {"num_key_value_heads": 1, "sliding_window": 8, "prediction_head_size": 28}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 # An older transformers lacks the newest classes.
 FAMILIES = {

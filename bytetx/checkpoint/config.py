@@ -49,6 +49,21 @@ class Values:
             return None
         return self.size(name)
 
+    def layer_windows(self) -> list[int] | None:
+        """The window of each layer, 0 for none, where config.json lists them."""
+        key = self.names.get("layer_windows")
+        found = None if not isinstance(key, str) else self.read(key)
+        if found is None:
+            return None
+        count = self.size("num_layers")
+        is_list = isinstance(found, list) and len(found) == count
+        if not is_list or not all(type(n) is int and n >= 0 for n in found):
+            raise CheckpointError(
+                f"config.json: {key} must list {count} windows, integers from 0, got "
+                f"{str(found)[:200]}"
+            )
+        return found
+
     def integer(self, key: str) -> int:
         """Any integer by its key in config.json."""
         value = self.read(key)

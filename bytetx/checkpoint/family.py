@@ -47,6 +47,7 @@ _SECTIONS = {
             "uses_window",
             "first_windowed_layer",
             "layer_types",
+            "layer_windows",
             "global_attention_period",
             "attention_bias",
             "qkv_bias",
@@ -117,7 +118,10 @@ _HEADS = {
     "sequence_classification": ({"out"}, _CLASSIFIER_KEYS | {"pooling", "out_bias"}),
     "token_classification": ({"out"}, _CLASSIFIER_KEYS),
     "question_answering": ({"out"}, _CLASSIFIER_KEYS),
-    "masked_lm": ({"decoder"}, _CLASSIFIER_KEYS | {"bias", "decoder_bias"}),
+    "masked_lm": (
+        {"decoder"},
+        _CLASSIFIER_KEYS | {"second_dense", "inner_size", "bias", "decoder_bias"},
+    ),
     "lm": ({"decoder"}, {"bias"}),
 }
 # A key's allowed values, the default first.
@@ -148,6 +152,7 @@ _NULLABLE = {
     "head_dim",
     "window",
     "layer_types",
+    "layer_windows",
 }
 
 # Keys that need each other: a size in config.json, and the tensor or facts that use it.

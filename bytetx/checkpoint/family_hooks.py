@@ -299,6 +299,13 @@ def smollm3(values: Values, spec: ModelSpec) -> ModelSpec:
     return _layers(spec, rotary_pattern=tuple(map(bool, given)))
 
 
+def ultrabert(values: Values, spec: ModelSpec) -> ModelSpec:
+    """A window has all of it on either side; older files list one for each layer."""
+    windows = values.layer_windows() or ()
+    window = next((size for size in windows if size), spec.layer_spec.window)
+    return _layers(spec, window=window and window + 1)
+
+
 Hook = Callable[[Values, ModelSpec], ModelSpec]
 _HOOKS: tuple[Hook, ...] = (
     albert,
@@ -317,5 +324,6 @@ _HOOKS: tuple[Hook, ...] = (
     opt,
     qwen3_moe,
     smollm3,
+    ultrabert,
 )
 HOOKS = {hook.__name__: hook for hook in _HOOKS}

@@ -293,6 +293,8 @@ def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer is windowed, where config.json lists the layers; else empty."""
     key = values.names.get("layer_types")
     given = None if key is None else values.read(key)
+    if given is None and (windows := values.layer_windows()) is not None:
+        return tuple(window > 0 for window in windows)
     if given is None and "global_attention_period" in values.names:
         period = values.size("global_attention_period")
         first = 1 if values.architecture.get("global_layer") == "last" else 0

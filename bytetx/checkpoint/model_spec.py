@@ -12,6 +12,8 @@ from bytetx.checkpoint.quantization import Quantization
 class HeadSpec:
     """One head: some rows -> dense -> activation -> norm -> out or decoder.
 
+    second_dense: a layer that reads what dense gives after the activation, and ends in the same
+    one.  inner_size: features between the two.
     dense, norm, out: tensor-name stems without `.weight`/`.bias`, or None where the head lacks it.
     decoder, bias (masked_lm, lm): whole tensor names.  dense_bias: whether dense has a bias.
     pooling: the rows of sequence_classification: "cls", the first token; "mean", the mean of all;
@@ -20,6 +22,8 @@ class HeadSpec:
     """
 
     dense: str | None = None
+    second_dense: str | None = None
+    inner_size: int = 0
     dense_bias: bool = True
     pooling: str = "cls"
     activation: str | None = None

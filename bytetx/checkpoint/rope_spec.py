@@ -96,7 +96,7 @@ class _Given:
     """rope_parameters of config.json, or rope_scaling with rope_theta beside it (older files)."""
 
     def __init__(self, values: Values, *, windowed: bool):
-        self.values = values
+        self.values, self.windowed = values, windowed
         self.theta_name = "windowed_rotary_theta" if windowed else "rotary_theta"
         given = values.config.get("rope_scaling") or values.config.get("rope_parameters") or {}
         if not isinstance(given, Mapping):
@@ -128,10 +128,22 @@ class _Given:
 
     def theta(self) -> float:
         given = self.parameters.get("rope_theta") is not None
-        theta = self.number("rope_theta") if given else self.values.number(self.theta_name)
+        of_layers = self._theta_of_layers()
+        if of_layers is not None and not given:
+            theta = of_layers
+        else:
+            theta = self.number("rope_theta") if given else self.values.number(self.theta_name)
         if theta <= 1:
             raise CheckpointError(f"config.json: rope_theta must be above 1, got {theta}")
         return theta
+
+    def _theta_of_layers(self) -> float | None:
+        """The base of a kind of layers, where a file lists one for each beside its windows."""
+        thetas, windows = self.values.config.get("rope_theta"), self.values.layer_windows()
+        if windows is None or not isinstance(thetas, list):
+            return None
+        found = [t for t, size in zip(thetas, windows, strict=False) if (size > 0) == self.windowed]
+        return positive_number("rope_theta", found[-1]) if found else None
 
     def dim(self, head_dim: int) -> int:
         """Rotated features of a head: a number, a share of the head, or all of it."""

@@ -258,6 +258,8 @@ def _heads(
             resolved["norm_eps"] = norm_eps
         if "dense_bias" in resolved:
             resolved["dense_bias"] = values.flag(resolved["dense_bias"])
+        if "inner_size" in resolved:
+            resolved["inner_size"] = values.common_size(resolved["inner_size"])
         if "decoder_bias" in resolved and not values.flag(resolved.pop("decoder_bias")):
             resolved["bias"] = None
         if resolved.get("pooling", "last") != "last":

@@ -53,6 +53,7 @@ OUTPUTS = {
     "RobertaPreLayerNormModel": "BaseModelOutputWithPoolingAndCrossAttentions",
     "ModernBertModel": "BaseModelOutput",
     "EuroBertModel": "BaseModelOutput",
+    "UltrabertModel": "BaseModelOutput",
     "NomicBertModel": "BaseModelOutputWithPooling",
     "GteModel": "BaseModelOutputWithPooling",
     "JinaEmbeddingsV3Model": "BaseModelOutputWithPooling",

@@ -64,6 +64,8 @@ class ClassificationHead:
 class MaskedLMHead:
     """(dense -> activation -> norm ->) decoder over the vocabulary.
 
+    second_dense: another layer of the kind of dense, right after its activation.
+
     blocks: where the vocabulary is sharded over a group, every rank calls forward.
     placement: runs forward where this rank tells the others to call it; None: all call it alike.
     """
@@ -74,6 +76,7 @@ class MaskedLMHead:
     decoder: LinearWeight
     blocks: Blocks | None = None
     placement: HeadPlacement | None = None
+    second_dense: LinearWeight | None = None
 
     @torch.inference_mode()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -83,6 +86,8 @@ class MaskedLMHead:
     def _run(self, rows: torch.Tensor) -> torch.Tensor:
         if self.dense is not None:
             rows = _activated(rows, self.dense, self.activation)
+        if self.second_dense is not None:
+            rows = _activated(rows, self.second_dense, self.activation)
         if self.norm is not None:
             rows = self.norm(rows)
         logits = linear(rows, self.decoder)
@@ -268,8 +273,13 @@ def load_masked_lm(
     decoder_name = saved[0] if saved else spec.embeddings["word"]
     part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
     decoder_bias = None if head.bias is None else load.tensor(bias, shape[:1], part=part)
+    second = None
+    if head.second_dense is not None:
+        sizes = (spec.embedding_size, head.inner_size)
+        second = load.linear(head.second_dense, *sizes, has_bias=head.dense_bias)
     return MaskedLMHead(
-        dense=_dense(load, head, spec.embedding_size, spec.hidden_size),
+        dense=_dense(load, head, head.inner_size or spec.embedding_size, spec.hidden_size),
+        second_dense=second,
         activation=head.activation or "none",
         norm=_norm(spec, load, head, spec.embedding_size),
         decoder=load.linear_from(load.tensor(decoder_name, shape, part=part), decoder_bias),
@@ -285,6 +295,7 @@ def _head_tensors(spec: ModelSpec, head: HeadSpec) -> list[str]:
     """Names of a head's tensors but those of its decoder."""
     parts = (
         (head.dense, head.dense_bias),
+        (head.second_dense, head.dense_bias),
         (head.norm, spec.layer_spec.norm_bias),
         (head.out, head.out_bias),
     )

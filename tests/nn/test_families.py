@@ -472,3 +472,20 @@ def test_deberta_configs_that_nothing_runs(
     (folder / "config.json").write_text(json.dumps(saved | config))
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+def test_ultrabert_as_older_files_have_it(tmp_path: Path) -> None:
+    """A window and a rotary base are listed for each layer."""
+    model = tiny_model("ultrabert", layer_types=["sliding_attention", "full_attention"])
+    loaded = load(save(model, tmp_path))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for key in ("layer_types", "rope_parameters", "sliding_window"):
+        del config[key]
+    config |= {"attention_windows": [8, 0], "rope_theta": [10000.0, 2560000.0]}
+    path.write_text(json.dumps(config))
+    older = load(tmp_path)
+    assert older.spec == loaded.spec and older.spec.layer_spec.windowed_rotary.theta == 10000.0
+    path.write_text(json.dumps(config | {"attention_windows": [8]}))
+    with pytest.raises(CheckpointError, match="attention_windows must list 2 windows"):
+        load(tmp_path)
