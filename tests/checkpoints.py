@@ -41,6 +41,7 @@ TOKENIZERS = {
     "electra": "wordpiece",
     "modernbert": "bpe",
     "eurobert": "bpe",
+    "ultrabert": "bpe",
     "albert": "unigram",
     "xlm-roberta-xl": "unigram",
     "roberta-prelayernorm": "bpe",

@@ -71,6 +71,12 @@ FAMILIES = {
     "roberta-prelayernorm": ("RobertaPreLayerNorm", _SIZES),
     "modernbert": ("ModernBert", _SIZES | {"local_attention": 6, "pad_token_id": 1}),
     "eurobert": ("EuroBert", _SIZES | {"num_key_value_heads": 2, "pad_token_id": 1} | _BOS),
+    "ultrabert": (
+        "Ultrabert",
+        _SIZES
+        | {"num_key_value_heads": 2, "pad_token_id": 1, "sliding_window": 6}
+        | {"prediction_head_size": 40, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "nomic_bert": ("NomicBert", _SIZES | {"pad_token_id": 1}),
     "gte": ("Gte", _SIZES | {"pad_token_id": 1, "type_vocab_size": 2}),
     "jina_embeddings_v3": ("JinaEmbeddingsV3", _SIZES),

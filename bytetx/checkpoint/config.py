@@ -52,17 +52,23 @@ class Values:
     def layer_windows(self) -> list[int] | None:
         """The window of each layer, 0 for none, where config.json lists them."""
         key = self.names.get("layer_windows")
-        found = None if not isinstance(key, str) else self.read(key)
+        found = self.read(key) if isinstance(key, str) else None
         if found is None:
             return None
         count = self.size("num_layers")
-        is_list = isinstance(found, list) and len(found) == count
-        if not is_list or not all(type(n) is int and n >= 0 for n in found):
+        given = found if isinstance(found, list) else []
+        windows = [size for size in given if type(size) is int and size >= 0]
+        if len(given) != count or len(windows) != count:
             raise CheckpointError(
                 f"config.json: {key} must list {count} windows, integers from 0, got "
                 f"{str(found)[:200]}"
             )
-        return found
+        if len(set(windows) - {0}) > 1:
+            raise CheckpointError(
+                f"config.json: {key} lists windows of several sizes, which is not supported: "
+                f"{str(found)[:200]}"
+            )
+        return windows
 
     def integer(self, key: str) -> int:
         """Any integer by its key in config.json."""

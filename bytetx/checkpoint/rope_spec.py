@@ -142,8 +142,19 @@ class _Given:
         thetas, windows = self.values.config.get("rope_theta"), self.values.layer_windows()
         if windows is None or not isinstance(thetas, list):
             return None
-        found = [t for t, size in zip(thetas, windows, strict=False) if (size > 0) == self.windowed]
-        return positive_number("rope_theta", found[-1]) if found else None
+        if len(thetas) != len(windows):
+            raise CheckpointError(
+                f"config.json: rope_theta must list {len(windows)} bases, got {str(thetas)[:200]}"
+            )
+        found = [t for t, size in zip(thetas, windows, strict=True) if (size > 0) == self.windowed]
+        # No layer reads the base of a kind that is not there.
+        bases = {positive_number("rope_theta", theta) for theta in found or thetas}
+        if len(bases) > 1:
+            raise CheckpointError(
+                "config.json: rope_theta lists several bases of layers that attend alike, which is "
+                f"not supported: {str(thetas)[:200]}"
+            )
+        return next(iter(bases))
 
     def dim(self, head_dim: int) -> int:
         """Rotated features of a head: a number, a share of the head, or all of it."""

@@ -137,7 +137,7 @@ class HeadForward(StandIn):
 
     @property
     def pools_tokens(self) -> bool:
-        """Whether the head takes a mean over each row's tokens: ModernBERT, EuroBERT."""
+        """Whether the head takes a mean over each row's tokens, as ModernBERT's does."""
         pooling = getattr(self.module.config, "classifier_pooling", None)
         return self.is_first_token_head and pooling in ("mean", "late")
 

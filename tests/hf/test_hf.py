@@ -55,7 +55,8 @@ def test_hidden_states_equal_at_tokens_and_are_zero_at_pads(family, side):
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "deberta" not in name])
 def test_masks_with_holes(family):
     # A window counts columns, holes included.
-    options = {"layer_types": ["full_attention"] * 2} if family == "modernbert" else {}
+    windowed = ("modernbert", "ultrabert")
+    options = {"layer_types": ["full_attention"] * 2} if family in windowed else {}
     stock, wrapped = stock_and_wrapped(family, **options)
     inputs = padded_inputs([20, 17, 12], side="right")
     mask = inputs["attention_mask"]
@@ -273,7 +274,8 @@ def test_masks_with_holes_under_a_window():
 
 
 @pytest.mark.parametrize(
-    ("family", "pooling"), [("modernbert", "mean"), ("eurobert", "mean"), ("eurobert", "late")]
+    ("family", "pooling"),
+    [("modernbert", "mean"), ("eurobert", "mean"), ("eurobert", "late"), ("ultrabert", "mean")],
 )
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_heads_that_take_a_mean(family, pooling, side):

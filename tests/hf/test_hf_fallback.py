@@ -282,7 +282,7 @@ def test_left_padding_under_a_first_token_head_runs_the_original():
         wrapped(**padded_inputs([5, 0, 2]))
 
 
-ROTARY = ("modernbert", "eurobert", "nomic_bert", "gte", "jina_embeddings_v3")
+ROTARY = ("modernbert", "eurobert", "ultrabert", "nomic_bert", "gte", "jina_embeddings_v3")
 UNBOUNDED = [name for name in (*ROTARY, "deberta-v2", "deberta-v3") if name in FAMILIES]
 
 

@@ -321,7 +321,7 @@ def test_weights_of_the_test_are_spread() -> None:
 @pytest.mark.parametrize(
     ("family", "pooling"),
     [
-        *(("modernbert", pooling) for pooling in ("cls", "mean")),
+        *((name, pooling) for name in ("modernbert", "ultrabert") for pooling in ("cls", "mean")),
         *(("eurobert", pooling) for pooling in ("bos", "mean", "late")),
     ],
 )
@@ -381,7 +381,7 @@ def test_a_config_of_the_hub_before_layer_types(tmp_path: Path) -> None:
         assert_close(rows, expected(model, sequence).last_hidden_state[0])
 
 
-@pytest.mark.parametrize("family", ["modernbert", "eurobert", "deberta-v2"])
+@pytest.mark.parametrize("family", ["modernbert", "eurobert", "ultrabert", "deberta-v2"])
 def test_batch_mates_change_nothing(family: str, tmp_path: Path) -> None:
     loaded = load(save(tiny_model(family), tmp_path))
     ids = random_ids([40, 1, 17, 30, 5])
@@ -486,6 +486,15 @@ def test_ultrabert_as_older_files_have_it(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     older = load(tmp_path)
     assert older.spec == loaded.spec and older.spec.layer_spec.windowed_rotary.theta == 10000.0
-    path.write_text(json.dumps(config | {"attention_windows": [8]}))
-    with pytest.raises(CheckpointError, match="attention_windows must list 2 windows"):
-        load(tmp_path)
+    for wrong, message in (
+        ({"attention_windows": [8]}, "attention_windows must list 2 windows"),
+        ({"attention_windows": [8, 16]}, "windows of several sizes"),
+        ({"rope_theta": [10000.0]}, "rope_theta must list 2 bases"),
+        ({"attention_windows": [8, 8]}, "rope_theta lists several bases"),
+    ):
+        path.write_text(json.dumps(config | wrong))
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path)
+    one_kind = {"attention_windows": [8, 8], "rope_theta": [10000.0, 10000.0]}
+    path.write_text(json.dumps(config | one_kind))
+    assert load(tmp_path).spec.layer_spec.windowed_rotary.theta == 10000.0

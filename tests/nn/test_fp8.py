@@ -27,7 +27,10 @@ from bytetx.packed import split
 _GEMM_NOISE = 0.037
 
 # Of post-norm layers without a gate; the others are refused.
-REFUSED = ("modernbert", "eurobert", "xlm-roberta-xl", "roberta-prelayernorm", "nomic_bert", "gte")
+REFUSED = (
+    *("modernbert", "eurobert", "ultrabert", "xlm-roberta-xl", "roberta-prelayernorm"),
+    *("nomic_bert", "gte"),
+)
 FP8_FAMILIES = [name for name in tiny.FAMILIES if name not in REFUSED]
 
 
