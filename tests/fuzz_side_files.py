@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from checkpoints import HIDDEN_SIZE, make_tokenizer, save_sentence_model
 from decisions import REQUESTS, save_jev, save_judge
+from model2vec import StaticModel
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
 from tiny_decoders import tiny_decoder
@@ -60,8 +62,8 @@ class Target:
 
 
 def targets(folder: Path) -> Iterator[Target]:
-    """An encoder that sentence-transformers saved, a causal model of several shards, a decider, and
-    one whose head lies beside its trunk."""
+    """An encoder that sentence-transformers saved, a causal model of several shards, a decider, one
+    whose head lies beside its trunk, and a static embedding that model2vec saved."""
     modules = [
         Pooling(HIDDEN_SIZE, "mean"),
         Dense(HIDDEN_SIZE, 16),
@@ -90,6 +92,12 @@ def targets(folder: Path) -> Iterator[Target]:
     judge = save_judge(folder / "judge")
     (judge / "decision.json").write_text(json.dumps({"temperature": {"choice": 2.0}}))
     yield Target(judge, _decide)
+    static = folder / "static"
+    words = make_tokenizer("unigram").backend_tokenizer
+    vectors = np.random.default_rng(0).standard_normal((words.get_vocab_size(), 8))
+    StaticModel(vectors.astype(np.float32), words, max_length=30).save_pretrained(static)
+    (static / "modules.json").unlink()
+    yield Target(static, _embed)
 
 
 def _embed(folder: Path, name: str) -> None:

@@ -59,6 +59,8 @@ _MAX_MODULES = 256  # those in use have at most a dozen
 # Classes of sentence-transformers' first module; the second is the name of sparse encoders before
 # version 5.4.
 TRANSFORMERS = ("Transformer", "MLMTransformer")
+# Its first module in a model of token vectors alone.
+STATIC = "StaticEmbedding"
 
 
 def resolve_checkpoint(
@@ -197,7 +199,8 @@ def _checked_path(path_or_id: str | Path) -> Path:
 
 def transformer_folder(folder: Path) -> Path:
     """Where config.json and the weights are: `folder`, or the subfolder of it that a
-    sentence-transformers modules.json names for its Transformer module (such as 0_Transformer).
+    sentence-transformers modules.json names for its Transformer or StaticEmbedding module (such as
+    0_Transformer).
     `folder` as well where it begins with a Router, each of whose routes has one of its own.
 
     Raises CheckpointError where modules.json is damaged, lacks such a module, or leaves the folder.
@@ -209,13 +212,15 @@ def transformer_folder(folder: Path) -> Path:
     names = [
         module.get("path", "")
         for module in modules
-        if str(module.get("type", "")).rpartition(".")[2] in TRANSFORMERS
+        if str(module.get("type", "")).rpartition(".")[2] in (*TRANSFORMERS, STATIC)
     ]
     if not names and any(is_router(str(module.get("type"))) for module in modules):
         return folder
     if not names:
         kinds = ", ".join(str(module.get("type")) for module in modules)
-        raise CheckpointError(f"{path} names no Transformer module, only: {kinds or 'nothing'}")
+        raise CheckpointError(
+            f"{path} names no Transformer or StaticEmbedding module, only: {kinds or 'nothing'}"
+        )
     return module_folder(path, names[0])
 
 

@@ -59,6 +59,7 @@ class ModelSpec:
     is_bidirectional: a causal family's checkpoint whose tokens see their whole sequence.
     quantization: of the weights in the files; None where they are plain.
     family_table: what the family's TOML file holds.
+    num_layers: 0 where the model is a table of token vectors.
     """
 
     family: str
@@ -139,9 +140,12 @@ class ModelSpec:
         return self.experts if self.experts is not None and self.experts.pattern[layer] else None
 
     @property
-    def extra_layer(self) -> str:
-        """The weight that a checkpoint with more layers than config.json says would hold."""
-        stem = self.layer["attn_out"]
+    def extra_layer(self) -> str | None:
+        """The weight that a checkpoint with more layers than config.json says would hold; None
+        where no checkpoint of its kind has layers."""
+        stem = self.layer.get("attn_out")
+        if stem is None:
+            return None
         return f"{stem.format(i=self.num_layers, group=self.num_layer_groups, inner=0)}.weight"
 
     @property

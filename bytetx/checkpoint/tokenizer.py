@@ -61,7 +61,10 @@ class Tokenizer:
     """A checkpoint's tokenizer; never pads, and cuts nothing unless it is asked to.
 
     max_tokens: the most tokens of one sequence, special tokens included.
+    skipped_id: the token that the model does not read; None where it reads all.
     """
+
+    skipped_id: int | None = None
 
     def __init__(
         self,
@@ -395,19 +398,14 @@ def load_tokenizer(
     """
     path, config = folder / "tokenizer.json", read_tokenizer_config(folder)
     if path.is_file():
-        raw = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
-        check_raw_tokenizer(path, raw)
-        _check_merges(path, raw)
-        backend = _checked(str(path), lambda: tokenizers.Tokenizer.from_buffer(raw))
-        check_tokenizer(path, backend)
-        backend, input_names = _follow_options(folder, backend, config)
+        backend, input_names = _follow_options(folder, read_backend(path), config)
     elif has_vocabulary(folder):
         converted = convert_vocabulary(folder)
         backend, input_names = converted.backend, converted.input_names
         check_tokenizer(folder, backend)
     else:
         return None
-    _stop_sampling(folder, backend)
+    _stop_sampling(path, backend)
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     if input_names is not None:
         config.setdefault("model_input_names", list(input_names))
@@ -427,6 +425,20 @@ def load_tokenizer(
             name=str(path),
         ),
     )
+
+
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a tokenizer.json, without dropout.
+
+    Raises CheckpointError where it is damaged, or would take a text too long.
+    """
+    raw = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
+    check_raw_tokenizer(path, raw)
+    _check_merges(path, raw)
+    backend = _checked(str(path), lambda: tokenizers.Tokenizer.from_buffer(raw))
+    check_tokenizer(path, backend)
+    _stop_sampling(path, backend)
+    return backend
 
 
 def _follow_options(
@@ -460,7 +472,7 @@ def _follow_options(
     return converted.backend, converted.input_names
 
 
-def _stop_sampling(folder: Path, backend: tokenizers.Tokenizer) -> None:
+def _stop_sampling(path: Path, backend: tokenizers.Tokenizer) -> None:
     """Switches off a BPE model's dropout, which is for training: with it, the same text has other
     ids at each call, and no two results are equal."""
     dropout = getattr(backend.model, "dropout", None)
@@ -468,7 +480,7 @@ def _stop_sampling(folder: Path, backend: tokenizers.Tokenizer) -> None:
         logger.warning(
             "%s: the tokenizer's dropout of %g, which makes ids random, is for training and is "
             "switched off",
-            *(folder, dropout),
+            *(path, dropout),
         )
         backend.model.dropout = None
 

@@ -24,6 +24,7 @@ from bytetx.checkpoint.saved_tensor import (
 )
 from bytetx.checkpoint.side_files import MAX_INDEX_BYTES, PATH, TABLE, read_json
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.static_table import as_floats
 from bytetx.errors import CheckpointError
 
 # The format's own limit: a longer header is a damaged length, not a list of tensors.
@@ -120,6 +121,8 @@ class Weights(Mapping[str, torch.Tensor]):
         self._saved: Mapping[str, StoredTensor]
         if paths[0].suffix == GGUF_SUFFIX:
             self._saved = {**named_tensors(read_gguf(paths), spec), **_safetensors(more, spec)}
+        elif not spec.num_layers:
+            self._saved = as_floats(_safetensors(paths, spec))
         else:
             found = _safetensors([*paths, *more], spec)
             _check_index(folder, {tensor.name for tensor in found.values()})

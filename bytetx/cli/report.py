@@ -71,7 +71,9 @@ def _checkpoint_rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         "checkpoint": info["path"],
         "family": f"{info['family']} ({architectures})",
         "layers": f"{info['num_layers']} of {info['hidden_size']}, {info['num_heads']} heads, "
-        f"feed-forward {info['intermediate_size']}",
+        f"feed-forward {info['intermediate_size']}"
+        if info["num_layers"]
+        else f"none: a table of vectors of {info['hidden_size']}",
         "parameters": f"{info['num_parameters']:,} in {info['weights_bytes'] / _MIB:,.0f} MiB "
         f"({', '.join(info['weights_formats'])}; {info['weights_bits']:g} bits each)",
         "longest text": f"{info['max_tokens']:,} tokens",

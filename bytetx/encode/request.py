@@ -3,7 +3,8 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import compress
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,6 +34,20 @@ class Alignment:
     special_tokens_mask: list[int]
     sequence_ids: list[int | None] | None = None
     spans: Sequence[Span] = ()
+
+    def at(self, is_kept: np.ndarray) -> "Alignment":
+        """The same text with some of its tokens.  is_kept: bool, of each."""
+
+        def some(column: "list[Any] | None") -> "list[Any] | None":
+            return None if column is None else list(compress(column, is_kept))
+
+        return replace(
+            self,
+            offsets=some(self.offsets),
+            word_ids=some(self.word_ids),
+            special_tokens_mask=some(self.special_tokens_mask) or [],
+            sequence_ids=some(self.sequence_ids),
+        )
 
 
 # Stands in for the alignment of texts whose task needs none, beside others that do.
@@ -121,6 +136,25 @@ class Requests:
     def take(self, rows: np.ndarray) -> "Requests":
         """The texts at `rows`, in that order."""
         return self._at(rows, rows_of(self.cu_seqlens[rows], self.seqlens[rows]))
+
+    def without(self, token_id: int) -> "Requests":
+        """The same texts without one of their tokens, wherever it stands."""
+        is_kept = self.token_ids != token_id
+        if is_kept.all():
+            return self
+        num_before = np.append(0, np.cumsum(is_kept))
+        seqlens = np.diff(num_before[self.cu_seqlens]).astype(np.int32)
+        types, alignments = self.token_type_ids, self.alignments
+        if alignments is not None:
+            kept = np.split(is_kept, self.cu_seqlens[1:-1])
+            alignments = [one.at(mask) for one, mask in zip(alignments, kept, strict=True)]
+        return replace(
+            self,
+            seqlens=seqlens,
+            token_ids=self.token_ids[is_kept],
+            token_type_ids=None if types is None else types[is_kept],
+            alignments=alignments,
+        )
 
     def cut(self, bounds: Sequence[int]) -> "list[Requests]":
         """Consecutive parts, views of these columns: texts bounds[0] to bounds[1], and so on."""

@@ -64,6 +64,8 @@ def load_ranks(
         )
     if read_router(folder) is not None:
         raise OptionError("a model with a Router does not run with tp; load it with tp=1")
+    if not load_spec(folder, families).num_layers:
+        raise OptionError("a static embedding has no layers for tp to share; load it with tp=1")
     # Imported here: torch.distributed imports slowly, and few models are sharded.
     from bytetx.executor.leader import load_sharded
 

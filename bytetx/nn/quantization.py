@@ -103,5 +103,10 @@ def wanted_quantization(
     """
     if not isinstance(dtype, str) or dtype not in WEIGHT_FORMATS:
         return None
+    if not spec.num_layers:
+        raise OptionError(
+            f"dtype {dtype} is of what layers multiply, and a static embedding has no layers; use "
+            "float32 or float16"
+        )
     weight_format(dtype, spec).check(spec, device)
     return dtype

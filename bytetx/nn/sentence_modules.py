@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from bytetx.checkpoint.convert_tokenizer import has_vocabulary
 from bytetx.checkpoint.files import (
+    STATIC,
     TRANSFORMERS,
     adapter_base,
     load_config,
@@ -35,6 +36,7 @@ from bytetx.checkpoint.sentence_files import (
     read_transformer,
 )
 from bytetx.checkpoint.side_files import one_of, read_fields, read_json
+from bytetx.checkpoint.static_embedding import StaticSpec, read_model2vec
 from bytetx.checkpoint.weights import read_header
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.splade import POOLING_STRATEGIES, SPARSE_ACTIVATIONS, SpladeSpec
@@ -82,7 +84,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Softplus": _softplus,
 }
 
-_STATIC = "SparseStaticEmbedding"
+_FIRST = (*TRANSFORMERS, STATIC)
+# What reads the last hidden states of all tokens.
+_OF_TOKEN_ROWS = ("Pooling", "SpladePooling", "LogitScore")
+_SPARSE_STATIC = "SparseStaticEmbedding"
 # The hub's code of Jina embeddings v3: the Transformer module with the adapters of tasks.
 _JINA_TRANSFORMER = "custom_st.Transformer"
 # The hub's code of pplx-embed: its module after pooling, which has no files.
@@ -105,7 +110,7 @@ _SPLADE = Schema(
     harmless=("embedding_dimension", "word_embedding_dimension"),
 )
 _SPLADE_NAMES = {"pooling_strategy": "strategy", "activation_function": "activation"}
-_STATIC_WEIGHTS = Schema(used={}, harmless=("frozen",))
+_SPARSE_STATIC_WEIGHTS = Schema(used={}, harmless=("frozen",))
 _DROPOUT = Schema(used={}, harmless=("dropout",))
 
 
@@ -229,8 +234,9 @@ class SentenceSpec:
     keeps.  multi_vector: set where the model gives one vector per token.
     truncate_dim: the leading numbers of a dense vector that are kept after all modules.
     similarity: the function that compares vectors, where the checkpoint names one.
-    logit_score: set where a causal model scores pairs.  static: the folder of a
-    SparseStaticEmbedding, whose weights of tokens need no transformer.
+    logit_score: set where a causal model scores pairs.  sparse_static: the folder of a
+    SparseStaticEmbedding, whose weights of tokens need no transformer.  static: set where the model
+    is a table of token vectors, without layers.
     """
 
     folder: Path
@@ -250,12 +256,13 @@ class SentenceSpec:
     multi_vector: MultiVectorSpec | None = None
     similarity: VectorSimilarity | None = None
     logit_score: LogitScoreSpec | None = None
-    static: Path | None = None
+    sparse_static: Path | None = None
+    static: StaticSpec | None = None
 
     @property
     def is_sparse(self) -> bool:
         """Whether it is a sparse encoder."""
-        if self.splade is not None or self.static is not None:
+        if self.splade is not None or self.sparse_static is not None:
             return True
         return any(k == "SparseAutoEncoder" for k, _ in self.modules)
 
@@ -300,6 +307,13 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
     if router is not None:
         return load_route_spec(folder, router, router.default or next(iter(router.routes)))
     path, own = folder / "modules.json", transformer_folder(folder)
+    static = read_model2vec(folder)
+    if static is not None:
+        modules = (("Normalize", folder),) if static.normalizes else ()
+        return SentenceSpec(folder, is_declared=True, modules=modules, static=static)
+    entries = _entries(path) if path.is_file() else []
+    if entries and entries[0].kind == STATIC:
+        return _with_modules(SentenceSpec(own, **_model_config(folder)), entries, own=own)
     base, adapter = adapter_base(own), None
     if base is not None:
         if not path.is_file():
@@ -316,7 +330,7 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
     if not path.is_file():
         return SentenceSpec(folder, pooling=(_default_pooling(folder),))
     spec = SentenceSpec(base, adapter, **_model_config(folder))
-    return _with_modules(spec, _entries(path), own=own)
+    return _with_modules(spec, entries, own=own)
 
 
 def _default_pooling(folder: Path) -> str:
@@ -336,14 +350,14 @@ def load_route_spec(folder: Path, router: RouterSpec, route: str) -> SentenceSpe
     entries = [_Entry(name, router.path, place) for name, place in router.routes[route]]
     entries += _entries(folder / "modules.json")[1:]
     own = entries[0].folder
-    if entries[0].kind == _STATIC:
+    if entries[0].kind == _SPARSE_STATIC:
         if others := [entry.kind for entry in entries[1:] if entry.kind != "Dropout"]:
             raise CheckpointError(
-                f"{router.path}: route {route!r:.120} has {others[0]} after {_STATIC}, which is "
-                "not supported"
+                f"{router.path}: route {route!r:.120} has {others[0]} after {_SPARSE_STATIC}, "
+                "which is not supported"
             )
-        _STATIC_WEIGHTS.read(own / "config.json", may_be_absent=True)
-        return SentenceSpec(own, static=own, **_model_config(folder))
+        _SPARSE_STATIC_WEIGHTS.read(own / "config.json", may_be_absent=True)
+        return SentenceSpec(own, sparse_static=own, **_model_config(folder))
     base, adapter = adapter_base(own), None
     if base is not None:
         base, adapter = transformer_folder(base), own
@@ -376,14 +390,21 @@ def _entries(path: Path) -> list[_Entry]:
 def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -> SentenceSpec:
     """The spec with what its modules say.  own: the transformer's folder."""
     kinds = [_module_kind(entry, own) for entry in entries]
-    settings = read_transformer(own, tasks=_fitting_tasks(kinds))
-    spec = replace(spec, **_limits(settings))
+    settings = TransformerSettings()
+    if kinds[0] == STATIC:
+        if others := [kind for kind in kinds[1:] if kind in _OF_TOKEN_ROWS]:
+            raise CheckpointError(f"{entries[0].path}: {others[0]} cannot follow {STATIC}")
+        spec = replace(spec, is_declared=True, static=StaticSpec(is_model2vec=False))
+    else:
+        settings = read_transformer(own, tasks=_fitting_tasks(kinds))
+        spec = replace(spec, **_limits(settings))
     if "LogitScore" not in kinds:
         _refuse_chat(own, settings)
     for index, (kind, entry) in enumerate(zip(kinds, entries, strict=True)):
         path = entry.path
-        if (kind in TRANSFORMERS) != (index == 0):
-            raise CheckpointError(f"{path}: Transformer must be the first module, and only there")
+        if (kind in _FIRST) != (index == 0):
+            first = STATIC if kind == STATIC else "Transformer"
+            raise CheckpointError(f"{path}: {first} must be the first module, and only there")
         if kind == "Pooling":
             pooling = _pooling_config(entry.folder)
             spec = replace(spec, is_declared=True, **pooling)
@@ -478,7 +499,7 @@ def _module_kind(entry: _Entry, own: Path) -> str:
         return "Transformer"
     if name == _TANH_QUANTIZER:
         return entry.kind
-    known = (*TRANSFORMERS, "Pooling", "SpladePooling", "LogitScore", "Dropout", *_AFTER_POOLING)
+    known = (*_FIRST, *_OF_TOKEN_ROWS, "Dropout", *_AFTER_POOLING)
     if not name.startswith("sentence_transformers.") or kind not in known:
         raise CheckpointError(
             f"{path}: module {name!r} is not supported; known: {', '.join(known)}"

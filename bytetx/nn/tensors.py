@@ -74,6 +74,11 @@ class TensorLoader:
                 f"the checkpoint lacks {count} tensors: {shown}; it holds {held}, ..."
             )
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As saved; known without reading the tensor."""
+        tensors = self.tensors
+        return tuple(tensors.shape(name) if isinstance(tensors, Weights) else tensors[name].shape)
+
     def tensor(
         self, name: str, shape: tuple[int, ...], *, part: Part | None = None
     ) -> torch.Tensor:
@@ -92,6 +97,20 @@ class TensorLoader:
             raise _not_finite(name, self.dtype)
         return tensor
 
+    def row_numbers(self, name: str, length: int, *, num_rows: int) -> torch.Tensor:
+        """Rows of a table with num_rows, int32 [length] on the model's device, as the file has
+        them in any dtype of integers."""
+        self.require([name])
+        tensors = self.tensors
+        saved = tensors.saved(name).read_raw() if isinstance(tensors, Weights) else tensors[name]
+        _check_shape(name, tuple(saved.shape), (length,))
+        if length and not 0 <= int(saved.min()) <= int(saved.max()) < num_rows:
+            raise CheckpointError(
+                f"tensor {name!r} names rows {int(saved.min())} to {int(saved.max())} of a table "
+                f"that has {num_rows}; the checkpoint is damaged"
+            )
+        return saved.to(device=self.device, dtype=torch.int32)
+
     def matrix(
         self, name: str, shape: tuple[int, int], *, part: Part | None = None
     ) -> torch.Tensor:
@@ -100,10 +119,8 @@ class TensorLoader:
             return self.tensor(name, shape, part=part)
         assert part is None  # layers that are divided have plain weights
         self.require([name])
-        tensors = self.tensors
-        saved_shape = tensors.shape(name) if isinstance(tensors, Weights) else tensors[name].shape
-        _check_shape(name, tuple(saved_shape), shape)
-        rows = read_coded(tensors, name, self.bits)
+        _check_shape(name, self.shape(name), shape)
+        rows = read_coded(self.tensors, name, self.bits)
         if not are_finite(rows):
             raise _not_finite(name, torch.float32)
         return rows

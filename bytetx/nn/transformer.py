@@ -40,6 +40,9 @@ class EmbeddingWeights:
     project: LinearWeight | None  # embedding_size -> hidden_size
     word_adapter: "WordAdapter | None" = None
     coded: CodedWeight | None = None  # the word table in 8 bits
+    # Of tokens that share rows of `word`: the row of each token, int32 [vocab_size].
+    places: torch.Tensor | None = None
+    scales: torch.Tensor | None = None  # what its row is multiplied by, [vocab_size]
 
     def word_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         """word[input_ids], of codes or with an adapter; [total_tokens, embedding_size]."""
@@ -202,7 +205,7 @@ class Transformer:
         if self.placement is not None and not self.placement.is_capturable:
             return False
         word, head_dim = self.embeddings.word, self.spec.head_dim
-        fits = is_planned(word.dtype, head_dim, word.device)
+        fits = not self.spec.num_layers or is_planned(word.dtype, head_dim, word.device)
         if self.spec.is_causal:  # its steps over pages hold prefill chunks of any length
             fits = fits and launches_by_sizes(
                 word.dtype,
@@ -307,8 +310,9 @@ class Transformer:
         embeds = batch.inputs_embeds
         if embeds is None and (table.coded is not None or table.word_adapter is not None):
             embeds = table.word_rows(batch.input_ids)
+        places, scales = table.places, table.scales
         x = rows.embed(
-            batch.input_ids,
+            batch.input_ids if places is None else places.index_select(0, batch.input_ids),
             batch.position_ids,
             batch.token_type_ids,
             word=table.word,
@@ -320,6 +324,8 @@ class Transformer:
             inputs_embeds=embeds,
             bad_ids=batch.bad_ids,
         )
+        if scales is not None:
+            x *= scales.index_select(0, batch.input_ids)[:, None]
         if self.spec.scales_words and batch.inputs_embeds is None:
             x *= self.word_scale
         # The layers' sums are divided by residual_multiplier; see ModelSpec.layer_norm_eps.
@@ -391,19 +397,29 @@ def _embedding_weights(
         has_bias = spec.layer_spec.norm_bias
         norm = load.norm(names["norm"], width, eps=spec.norm_eps, has_bias=has_bias)
     no_words = torch.empty((0, width), dtype=load.dtype, device=load.device)
+    word = _word_table(spec, load, shard) if coded is None else no_words
+    places = scales = None
+    if "word_places" in names:
+        places = load.row_numbers(names["word_places"], spec.vocab_size, num_rows=len(word))
+    if "word_scales" in names:
+        scales = load.tensor(names["word_scales"], (spec.vocab_size,))
     return EmbeddingWeights(
-        word=_word_table(spec, load, shard) if coded is None else no_words,
+        word=word,
         position=_position_table(spec, load),
         token_type=token_type,
         norm=norm,
         project=project,
         coded=coded,
+        places=places,
+        scales=scales,
     )
 
 
 def _word_table(spec: ModelSpec, load: TensorLoader, shard: ModelShard | None) -> torch.Tensor:
     """All words; or a rank's words, and behind them a row of zeros for those of other ranks."""
     name, shape = spec.embeddings["word"], (spec.vocab_size, spec.embedding_size)
+    if "word_places" in spec.embeddings:  # rows that tokens share
+        shape = (load.shape(name)[0], spec.embedding_size)
     if shard is None:
         return load.tensor(name, shape)
     local = load.tensor(name, shape, part=Part(0, (shard.vocab,)))

@@ -154,8 +154,7 @@ class InputReader:
             prompt_tokens,
             alignments,
         )
-        self._check_tokens(requests, tokenizer, errors)
-        return requests
+        return self._checked(requests, tokenizer, errors)
 
     def _read_chunks(
         self,
@@ -214,8 +213,7 @@ class InputReader:
             [row.alignment for row in rows if row.alignment is not None] or None,
             chunks=chunk_numbers,
         )
-        self._check_tokens(requests, tokenizer, errors)
-        return requests
+        return self._checked(requests, tokenizer, errors)
 
     def _whole_pair(
         self, index: int, pair: tuple[str, str], tokenizer: Tokenizer
@@ -258,18 +256,23 @@ class InputReader:
                 checked[index] = text
         return checked
 
-    def _check_tokens(self, requests: Requests, tokenizer: Tokenizer, errors: Errors) -> None:
-        """Finds texts that are too long or have no token the model knows."""
+    def _checked(self, requests: Requests, tokenizer: Tokenizer, errors: Errors) -> Requests:
+        """The requests without tokens that the model does not read; finds texts that are too long
+        or have no token the model knows."""
+        if tokenizer.skipped_id is not None:
+            requests = requests.without(tokenizer.skipped_id)
         if not self.truncate and np.count_nonzero(requests.is_truncated):
             for index in requests.indices[requests.is_truncated].tolist():
                 errors[index] = TooLongError(
                     f"texts[{index}] has more than the {tokenizer.max_tokens} tokens this "
                     "model takes; shorten it, or pass truncate=True"
                 )
-        if not self.allows_no_tokens and np.count_nonzero(requests.seqlens) < len(requests):
+        allows_none = self.allows_no_tokens or not self.spec.num_layers  # the mean of none is 0
+        if not allows_none and np.count_nonzero(requests.seqlens) < len(requests):
             for index in requests.indices[requests.seqlens == 0].tolist():
                 errors.setdefault(index, no_tokens(index))
         self.check_range(requests, errors)  # a tokenizer may have ids that the model has not
+        return requests
 
     def read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:
         """Columns of sequences of token ids, cut to the model's positions."""

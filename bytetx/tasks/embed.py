@@ -217,7 +217,7 @@ def dense_task(
     """
     checkpoint = context.checkpoint
     sentence, modules = checkpoint.sentence, checkpoint.modules
-    if sentence.static is not None:
+    if sentence.sparse_static is not None:
         raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))
     modes = sentence.pooling
     if not with_latents and modules and isinstance(modules[-1], AutoEncoder):

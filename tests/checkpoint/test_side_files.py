@@ -181,13 +181,15 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> list[Target]:
     return list(targets(tmp_path_factory.mktemp("fuzzed")))
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3], ids=["encoder", "causal", "decider", "judge"])
+@pytest.mark.parametrize(
+    "number", [0, 1, 2, 3, 4], ids=["encoder", "causal", "decider", "judge", "static"]
+)
 def test_random_damage_of_every_file(number: int, fuzzed: list[Target]) -> None:
-    """A short run of fuzz_side_files.py: some mutations of each file of the four checkpoints."""
+    """A short run of fuzz_side_files.py: some mutations of each file of the five checkpoints."""
     target = fuzzed[number]
     target.run(target.folder, "tokenizer_config.json")  # as it is, it runs
-    assert len(target.files()) >= 7
-    count = 4 if number >= 2 else 20  # each starts the process of a template
+    assert len(target.files()) >= (2 if number == 4 else 7)
+    count = 4 if number in (2, 3) else 20  # each starts the process of a template
     assert fuzz(target, count=count, seed=1) == []
 
 

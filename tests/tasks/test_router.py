@@ -11,7 +11,7 @@ from checkpoints import ROUTER_PROMPTS as PROMPTS
 from checkpoints import edit_json, save_asymmetric, save_checkpoint, texts
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Router, Transformer
-from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
+from sentence_transformers.sentence_transformer.modules import BoW, Pooling
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 from tiny import one_thread, randomize  # noqa: F401  (a fixture)
 
@@ -122,10 +122,10 @@ def test_route_mappings(tmp_path: Path) -> None:
 
 def test_modules_that_are_refused_are_named(tmp_path: Path) -> None:
     base = Transformer(str(save_checkpoint(tmp_path / "bert")))
-    static = StaticEmbedding(base.tokenizer, embedding_dim=48)
-    router = Router.for_query_document([static], [base, Pooling(48)])
+    words = BoW(["fox", "dog"])
+    router = Router.for_query_document([words], [base, Pooling(48)])
     SentenceTransformer(modules=[router], device="cpu").save_pretrained(str(tmp_path / "model"))
-    with pytest.raises(CheckpointError, match=r"StaticEmbedding' is not supported"):
+    with pytest.raises(CheckpointError, match=r"BoW' is not supported"):
         bytetx.load(tmp_path / "model")
 
 
