@@ -591,7 +591,11 @@ def rerank(
     top_k: TopK = None,
     raw_scores: RawScores = False,
     instruction: Annotated[
-        str | None, typer.Option(help="What a causal reranker is told; that of its model card.")
+        str | None,
+        typer.Option(
+            help="What a causal reranker or a chat model is told; that of its model card if "
+            "not given."
+        ),
     ] = None,
     listwise: Annotated[
         bool, typer.Option("--listwise", help="Of a chat model: all documents in one prompt.")

@@ -34,7 +34,7 @@ from bytetx.tasks.catalog import declared_task, declared_tasks
 from bytetx.tasks.document_questions import asks_about_documents
 from bytetx.tasks.embed_group import is_small
 from bytetx.tasks.generation_stream import PromptGroup
-from bytetx.tasks.rerank import reranks_by_logits
+from bytetx.tasks.rerank import reranks_by_logits, why_no_score
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.run import forward
 from bytetx.tasks.search import similarity as similarity_of
@@ -47,7 +47,7 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
     """Return the facts of a loaded model."""
     heads, sentence = model.heads, model.checkpoint.sentence
     has_lm = heads.lm is not None
-    reranks = heads.sequence is not None and model.spec.num_labels == 1
+    reranks = heads.sequence is not None and why_no_score(model.spec) is None
     reranks |= reranks_by_logits(model.context)
     has_other_head = any((heads.sequence, heads.token, heads.question_answering, heads.extraction))
     is_sparse = sentence.splade is not None
@@ -72,7 +72,9 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
     elif has_lm and not sentence.modules:
         main = "generate"
     else:
-        order = ("rerank", "classify", "tag", "extract", "embed", "embed_sparse")
+        order = ["rerank", "classify", "tag", "extract", "embed", "embed_sparse"]
+        if can["classify"] and model.spec.num_labels > 1:  # two labels may be of anything
+            order.remove("rerank")
         main = next((task for task in order if can[task]), "embed")
     return ModelFacts(
         name=source.name,

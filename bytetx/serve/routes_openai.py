@@ -67,7 +67,8 @@ async def rerank_v2(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
 async def _rerank(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
     facts = find_model(exchange, body.model, "rerank")
     check_batch(exchange, body.documents, field="documents")
-    characters = len(body.query) * len(body.documents) + count_characters(body.documents)
+    shared = len(body.query) + len(body.instruction or "")
+    characters = shared * len(body.documents) + count_characters(body.documents)
     check_characters(exchange, characters, field="documents")
     outcome = await run(
         exchange,
@@ -76,6 +77,7 @@ async def _rerank(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
         [body.query, body.documents],
         top_k=body.top_n,
         raw_scores=body.raw_scores,
+        instruction=body.instruction,
         truncate=truncates(exchange, body.truncate),
     )
     results: list[dict[str, Any]] = [

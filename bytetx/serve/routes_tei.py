@@ -180,7 +180,8 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
     """The texts by how well they answer the query, best first."""
     facts = _model(exchange, body.model, "rerank")
     check_batch(exchange, body.texts, field="texts")
-    characters = len(body.query) * len(body.texts) + count_characters(body.texts)
+    shared = len(body.query) + len(body.instruction or "")
+    characters = shared * len(body.texts) + count_characters(body.texts)
     check_characters(exchange, characters, field="texts")
     outcome = await run(
         exchange,
@@ -188,6 +189,7 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
         "rerank",
         [body.query, body.texts],
         raw_scores=body.raw_scores,
+        instruction=body.instruction,
         truncate=truncates(exchange, body.truncate),
         **_left(body.cuts_left),
     )

@@ -505,6 +505,9 @@ class RerankRequest(_TeiRequest):
     texts: _List[str]
     raw_scores: OrNull[bool] = False
     return_text: OrNull[bool] = False
+    instruction: str | None = Field(
+        None, description="Not TEI's: what a causal reranker or a chat model is told."
+    )
 
 
 class SimilarityInput(Request):
@@ -571,7 +574,6 @@ class EmbeddingsRequest(_OpenRequest):
 
 class OpenAIRerankRequest(_OpenRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "instruction": (),
         "max_chunks_per_doc": (),
         "max_tokens_per_doc": (),
         "priority": ANY_VALUE,
@@ -587,6 +589,7 @@ class OpenAIRerankRequest(_OpenRequest):
     return_documents: OrNull[bool] = False
     raw_scores: OrNull[bool] = Field(False, description="Not Cohere's: logits instead of scores.")
     truncate: bool | None = Field(None, description="Not Cohere's: as /rerank's.")
+    instruction: str | None = Field(None, description="Not Cohere's: as /rerank's.")
 
 
 class StreamOptions(_OpenRequest):

@@ -150,7 +150,10 @@ class ChunkScoresTask:
 
 @dataclass(frozen=True, slots=True)
 class ScoreTask:
-    """One number a text: the only logit of a cross-encoder through its activation."""
+    """One number a text: the logit of a cross-encoder through its activation.
+
+    Of a head with two labels, the logit is that of the second less that of the first.
+    """
 
     head: ClassificationHead
     activation: Callable[[torch.Tensor], torch.Tensor]
@@ -173,6 +176,8 @@ class ScoreTask:
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """(scores, logits), f32 [batch_size, 1] each, from the last hidden states."""
         logits = _logits(self.head, hidden_states, step)
+        if logits.shape[1] == 2:
+            logits = logits[:, 1:] - logits[:, :1]
         return self.activation(logits), logits
 
     def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from bytetx.arguments import text_fault
 from bytetx.checkpoint.tokenizer import Tokenizer
-from bytetx.errors import InputError
+from bytetx.errors import InputError, OptionError
 from bytetx.requests.decisions import DecisionPrompts, DecisionReader
 from bytetx.tasks.call import ListSink, TaskCall
 from bytetx.tasks.context import TaskContext
@@ -16,6 +17,7 @@ from bytetx.tasks.results import Hit, Results
 
 _EACH = "Does the document answer the query?"
 _ALL = "Which of these documents answers the query best?"
+_MARK = "the instruction: 5b1e"  # which no template writes by itself
 # Where a probability is 0, its logarithm is that of the smallest double.
 _LEAST = 1e-300
 # Tokens that a document may lose beside its own where it is cut: its last one may be divided anew.
@@ -42,9 +44,14 @@ def ask_about_documents(
     top_k: int | None,
     keeps_errors: bool,
 ) -> TaskCall[Results[Hit]]:
-    """rerank by questions; arguments as of its options. Raises InputError as decide does."""
+    """rerank by questions; arguments as of its options.
+
+    Raises InputError as decide does, OptionError for an instruction that a template leaves out.
+    """
     scorer, prompts = scorer_of(context), context.decision_prompts
     tokenizer = context.need_tokenizer()
+    if instruction is not None and context.checkpoint.decision_template is not None:
+        _check_instruction(prompts, listwise=listwise)
     reader = DecisionReader(
         context.spec,
         tokenizer,
@@ -93,6 +100,18 @@ def best_hits(scores: Results[Any], documents: Sequence[str], top_k: int | None)
     ]
     hits.sort(key=lambda hit: hit.score, reverse=True)
     return Results(hits[:top_k], scores.stats, scores.errors)
+
+
+def _check_instruction(prompts: DecisionPrompts, *, listwise: bool) -> None:
+    """Raises OptionError where the checkpoint's template does not write it."""
+    make = partial(_about_all, "", ["", ""]) if listwise else partial(_about_one, "", "")
+    state, questions = prompts.read(make(_MARK), averages=False)
+    if _MARK not in prompts.render(state, questions):
+        raise OptionError(
+            "the checkpoint's decision_template.jinja does not write the instructions of a "
+            "question, so that the instruction would change nothing; leave it out, or put it into "
+            "the query"
+        )
 
 
 def _about_one(query: str, document: object, instruction: str | None) -> object:

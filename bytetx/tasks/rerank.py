@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_iterable, check_text, check_top_k, text_fault
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.encode.step import Capture, Step, are_finite, last_tokens
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.heads import LmHead
@@ -23,7 +24,13 @@ from bytetx.tasks.document_questions import (
     asks_about_documents,
     best_hits,
 )
-from bytetx.tasks.pair_prompts import PairPrompts, chat_prompts, yes_no_ids, yes_no_prompts
+from bytetx.tasks.pair_prompts import (
+    PairPrompts,
+    chat_prompts,
+    writes_prompt,
+    yes_no_ids,
+    yes_no_prompts,
+)
 from bytetx.tasks.results import Hit, Results
 from bytetx.tasks.task import TextOptions, option, task
 
@@ -82,9 +89,14 @@ class RerankOptions(TextOptions):
     """Options of rerank."""
 
     top_k: int | None = option(None, "Best documents to keep; None keeps all.", min=1)
-    raw_scores: bool = option(False, "The logit, without the checkpoint's activation.")
+    raw_scores: bool = option(
+        False,
+        "The logit, without the checkpoint's activation; of two labels, the logits' difference.",
+    )
     instruction: str | None = option(
-        None, "What a causal reranker is told; None is that of its model card."
+        None,
+        "What a causal reranker or a chat model is told; None is that of its model card. "
+        "Cross-encoders have no place for it.",
     )
     listwise: bool = option(
         False,
@@ -128,11 +140,13 @@ def rerank(
 ) -> TaskCall[Results[Hit]]:
     """The documents by how well they answer the query, best first.
 
-    The model is a cross-encoder with one label, or a causal one that answers yes or no
-    (Qwen3-Reranker, or sentence-transformers' LogitScore), whose prompt holds the instruction, or
-    any chat model, which is asked whether each document answers the query, as by decide.
+    The model is a cross-encoder with one label, or with two, whose score is the probability of the
+    second (monoBERT); or a causal one that answers yes or no (Qwen3-Reranker, or
+    sentence-transformers' LogitScore), whose prompt holds the instruction, or any chat model, which
+    is asked whether each document answers the query, as by decide.
     With on_error="return" a bad document is left out; its error is in `errors` by its index.
-    Raises InputError where the model is neither.
+    Raises InputError where the model is neither, OptionError for an instruction that it does not
+    read.
     """
     check_text("query", query)
     documents = list(check_iterable("documents", documents))
@@ -151,14 +165,14 @@ def rerank(
     if reranks_by_logits(context):
         return _logits_call(context, query, documents, options)
     if options.instruction is not None:
-        raise OptionError("instruction is for causal rerankers; this is a cross-encoder")
-    head = context.need_head(context.heads.sequence, "sequence classification")
-    if context.spec.num_labels != 1:
-        raise InputError(
-            f"rerank needs a model with one label, this one has {context.spec.num_labels}; "
-            "use classify with (query, document) pairs"
+        raise OptionError(
+            "instruction is for causal rerankers and chat models; this checkpoint is a "
+            "cross-encoder, which reads a query and a document alone: put it into the query"
         )
-    job = ScoreTask(head, _activation(context, options))
+    head = context.need_head(context.heads.sequence, "sequence classification")
+    if (reason := why_no_score(context.spec)) is not None:
+        raise InputError(f"{reason}; use classify with (query, document) pairs")
+    job = ScoreTask(head, _activation(context, options, num_labels=context.spec.num_labels))
     prompt = context.checkpoint.sentence.prompt_text(None, None)
     pairs = [(prompt + query, document) for document in documents]
 
@@ -166,6 +180,26 @@ def rerank(
         return best_hits(scores, documents, options.top_k)
 
     return TaskCall("rerank", pairs, job, context.reader(options), lambda _: ListSink(gather))
+
+
+# Names of the first of two labels that say that it is the relevant one.
+_RELEVANT = ("relevant", "yes", "true", "positive", "entailment", "1")
+
+
+def why_no_score(spec: ModelSpec) -> str | None:
+    """The reason why labels of sequences give no score of a pair; None where they do."""
+    if spec.num_labels == 1:
+        return None
+    given = f"this one has {spec.num_labels}"
+    if spec.num_labels == 2:
+        kind = spec.problem_type
+        if kind not in (None, "single_label_classification"):
+            given = f"this one has two, and problem_type {kind} says that both may be true"
+        elif (first := next(iter(spec.id2label.values())).lower()) in _RELEVANT:
+            given = f"the first of this one is {first!r:.60}"
+        else:
+            return None
+    return f"rerank needs a model with one label, or with two and the second for relevance; {given}"
 
 
 def _logits_call(
@@ -207,10 +241,13 @@ def _logits_call(
 
 
 def _activation(
-    context: TaskContext, options: RerankOptions
+    context: TaskContext, options: RerankOptions, *, num_labels: int = 1
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The checkpoint's activation of logits, a sigmoid where it names none."""
+    """The checkpoint's activation of logits, a sigmoid where it names none; that of two labels,
+    which CrossEncoder saves as the identity, is the softmax over both."""
     name = context.checkpoint.cross_encoder_activation or "torch.nn.Sigmoid"
+    if num_labels == 2:
+        name = "torch.nn.Sigmoid"  # the softmax, as a function of the difference
     name = "torch.nn.Identity" if options.raw_scores else name
     return activation_by_name(name, source="the cross-encoder's config")
 
@@ -239,6 +276,11 @@ def _pair_prompts(
     template = context.checkpoint.pair_template
     if template is None:
         return PairPrompts([(prompt + query, document) for document in documents])
+    if options.instruction and not writes_prompt(template, score):
+        raise OptionError(
+            "the checkpoint's chat template does not write a system message, in which a causal "
+            "reranker reads the instruction; leave it out, or put it into the query"
+        )
     return chat_prompts(
         tokenizer, template, score, query, documents, prompt=prompt, truncate=truncate
     )

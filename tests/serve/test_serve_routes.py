@@ -11,18 +11,19 @@ import numpy as np
 import orjson
 import pytest
 import transformers
-from checkpoints import SENTENCES, save_sentence_model
+from checkpoints import SENTENCES, save_checkpoint, save_sentence_model
 from draft_oracle import MAX_DRAFT, Oracle, oracle  # noqa: F401  (oracle: a fixture)
 from serving import InProcess
 
+import bytetx
 from bytetx import SamplingParams
 from bytetx.encode.request import RunStats
 from bytetx.errors import OptionError
 from bytetx.serve.calls import Call, Outcome
-from bytetx.serve.engine import TASKS
+from bytetx.serve.engine import TASKS, model_facts
 from bytetx.serve.errors import ServeError
 from bytetx.serve.loading import close_models, load_models
-from bytetx.serve.settings import ServeSettings, model_sources
+from bytetx.serve.settings import ModelSource, ServeSettings, model_sources
 from bytetx.tasks.task import TextOptions
 from bytetx.tasks.vectors import TokenEmbeddings
 
@@ -251,6 +252,33 @@ def test_rerank_of_cohere(in_process: InProcess, version: str) -> None:
     ]
     assert answer["meta"]["api_version"]["version"] == version
     assert answer["usage"]["prompt_tokens"] == hits.stats.num_tokens
+
+
+@pytest.mark.feature("Server", "an instruction for each rerank request")
+def test_instruction_of_a_rerank_request(in_process: InProcess) -> None:
+    instruction, texts = "Is it a town?", TEXTS[:3]
+    hits = in_process.model("writer").rerank("a town", texts, instruction=instruction)
+    wanted = {hit.index: pytest.approx(hit.score, abs=1e-5) for hit in hits}
+    body = {"query": "a town", "model": "writer", "instruction": instruction}
+    answer = in_process.post("/rerank", body | {"texts": texts}).json()
+    assert {row["index"]: row["score"] for row in answer} == wanted
+    answer = in_process.post("/v1/rerank", body | {"documents": texts}).json()
+    assert {row["index"]: row["relevance_score"] for row in answer["results"]} == wanted
+    del body["instruction"]
+    answer = in_process.post("/rerank", body | {"texts": texts}).json()
+    assert {row["index"]: row["score"] for row in answer} != wanted
+    body = {"query": "a town", "model": "reranker", "instruction": instruction}
+    for path, key in (("/rerank", "texts"), ("/v1/rerank", "documents")):
+        refused = in_process.post(path, body | {key: texts})
+        assert refused.status_code in (400, 413, 422)
+        assert "instruction is for causal rerankers and chat models" in refused.text
+
+
+def test_a_classifier_with_two_labels_reranks_and_stays_a_classifier(tmp_path: Path) -> None:
+    """Two labels may be of anything; only /rerank takes them for a score."""
+    folder = save_checkpoint(tmp_path, head="ForSequenceClassification", num_labels=2)
+    facts = model_facts(ModelSource("one", str(folder)), bytetx.load(folder, device="cpu"))
+    assert facts.main_task == "classify" and "rerank" in facts.tasks
 
 
 def test_similarity(in_process: InProcess) -> None:

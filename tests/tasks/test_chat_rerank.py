@@ -10,7 +10,7 @@ from decisions import save_decider, save_jev, stock
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
-from bytetx.errors import InputError, TooLongError
+from bytetx.errors import InputError, OptionError, TooLongError
 
 DOCUMENTS = ["the quick fox", "a lazy <|im_end|> dog", "jumps over", ""]
 EACH = "Does the document answer the query?"
@@ -98,3 +98,18 @@ def test_models_that_are_not_asked(tmp_path: Path) -> None:
     plain = save_decider(tmp_path / "plain", "llama", template=None)
     with pytest.raises(InputError, match="no sequence classification head"):
         bytetx.load(plain, device="cpu").rerank("q", DOCUMENTS)
+
+
+@pytest.mark.parametrize("listwise", [False, True])
+def test_a_template_without_a_place_for_the_instruction(listwise: bool, tmp_path: Path) -> None:
+    folder, options = save_decider(tmp_path, "llama"), {"listwise": listwise}
+    asked = "{{ question.instructions }} "
+    template = "{{ state }} {{ question.options }}: <|mark|>"
+    (folder / "decision_template.jinja").write_text(template)
+    model = bytetx.load(folder, device="cpu")
+    assert len(model.rerank("who?", DOCUMENTS, **options)) == len(DOCUMENTS)
+    with pytest.raises(OptionError, match="does not write the instructions of a question"):
+        model.rerank("who?", DOCUMENTS, instruction="Is it green?", **options)
+    (folder / "decision_template.jinja").write_text(asked + template)
+    model = bytetx.load(folder, device="cpu")
+    assert len(model.rerank("who?", DOCUMENTS, instruction="Green?", **options)) == len(DOCUMENTS)

@@ -12,7 +12,7 @@ from sentence_transformers.cross_encoder.modules import LogitScore
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
-from bytetx.errors import CheckpointError, InputError, TooLongError
+from bytetx.errors import CheckpointError, InputError, OptionError, TooLongError
 
 DOCUMENTS = [*SENTENCES, "fox " * 40]
 QUERY = "who met Zaphod?"
@@ -136,3 +136,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
     config.write_text("{}")
     with pytest.raises(CheckpointError, match="lacks true_token_id"):
         bytetx.load(folder, device="cpu")
+
+
+def test_a_template_without_a_place_for_the_instruction(tmp_path: Path) -> None:
+    template = (
+        "{%- for m in messages if m.role != 'system' %}<{{ m.role }}>: {{ m.content }}\n"
+        "{% endfor -%}"
+    )
+    model = bytetx.load(save_reranker(tmp_path, template), device="cpu")
+    assert len(model.rerank(QUERY, DOCUMENTS, truncate=True)) == len(DOCUMENTS)
+    with pytest.raises(OptionError, match="does not write a system message"):
+        model.rerank(QUERY, DOCUMENTS, instruction="judge", truncate=True)

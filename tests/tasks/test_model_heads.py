@@ -135,6 +135,47 @@ def test_rerank_options_and_errors(tmp_path: Path) -> None:
         bytetx.load(folder).rerank("fox", DOCUMENTS)
 
 
+@pytest.mark.feature("Tasks", "`rerank` by cross-encoders with two labels")
+@pytest.mark.parametrize("family", ["bert", "roberta", "deberta-v2"])
+@pytest.mark.parametrize("saved_by_cross_encoder", [False, True])
+def test_two_labels_are_a_probability(
+    family: str, saved_by_cross_encoder: bool, tmp_path: Path
+) -> None:
+    """That of the second; CrossEncoder saves the identity as the activation of its logits."""
+    folder = save_checkpoint(tmp_path / "a", family, head="ForSequenceClassification", num_labels=2)
+    encoder = CrossEncoder(str(folder), device="cpu")
+    if saved_by_cross_encoder:
+        folder = tmp_path / "b"
+        encoder.save(str(folder))
+    pairs = [(SENTENCES[0], document) for document in DOCUMENTS]
+    logits = encoder.predict(pairs)
+    chances = encoder.predict(pairs, apply_softmax=True)[:, 1]
+    model = bytetx.load(folder, device="cpu")
+    for raw, wanted in ((False, chances), (True, logits[:, 1] - logits[:, 0])):
+        hits = model.rerank(SENTENCES[0], DOCUMENTS, raw_scores=raw, truncate=True)
+        assert [hit.index for hit in hits] == np.argsort(-wanted, kind="stable").tolist()
+        np.testing.assert_allclose([hit.score for hit in hits], np.sort(wanted)[::-1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_labels": 3}, "this one has 3; use classify"),
+        (labelled({0: "Relevant", 1: "irrelevant"}), "the first of this one is 'relevant'"),
+        (
+            {"num_labels": 2, "problem_type": "multi_label_classification"},
+            "problem_type multi_label_classification says that both may be true",
+        ),
+    ],
+)
+def test_labels_that_give_no_score_of_a_pair(
+    config: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    model = bytetx.load(save_checkpoint(tmp_path, head="ForSequenceClassification", **config))
+    with pytest.raises(InputError, match=message):
+        model.rerank("fox", DOCUMENTS)
+
+
 @pytest.mark.feature("Tasks", "`tag`: labelled tokens, words and entities")
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta"])
 def test_tag_equals_the_pipeline(family: str, tmp_path: Path) -> None:
