@@ -60,7 +60,7 @@ void layer_norm(const NormParams& p, const Launch& launch);
 void rms_norm(const NormParams& p, const Launch& launch);
 
 // cuda only. amax = max(|x[i]|, 2^-100); out_scale[i] = amax / 448; out_fp8[i] = e4m3(x[i] * (448 /
-// amax)), to nearest even. Rows of 16 bytes' multiples, up to 8192 f32 or 16384 16-bit elements.
+// amax)), to nearest even. Rows of 16 bytes' multiples, up to 16384 f32 or 32768 16-bit elements.
 struct QuantizeRowsParams {
     const void* x;     // [total_tokens, hidden_size], dtype, contiguous
     uint8_t* out_fp8;  // as x, E4M3
@@ -187,6 +187,7 @@ struct Fp8LinearParams {
     int64_t n;  // a multiple of 32
     int64_t k;  // a multiple of 16
     Activation activation;
+    bool gated;  // as of LinearParams: d [m, n / 2]; n is a multiple of 64 and d not E4M3
     bool is_d_fp8;
     float d_scale;   // numbers beyond 448 of it are cut off
     int32_t tiling;  // an index into fp8_linear_tilings()

@@ -8,7 +8,7 @@ plain weight and need no row. All products and sums are in f32.
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ _Rows = Callable[[range], torch.Tensor]
 
 # The dtypes of codes, which no plain weight has.
 _FP8 = ("F8_E4M3", "F8_E5M2")
+FP8 = "FP8"  # the scheme of codes that have one scale a row, or a block
 # Scales of activations and of the key-value cache, and notes of the tools: weights need none.
 _IGNORED = (
     *("input_scale", "activation_scale", "input_scale_ub", "input_zero_point", "weight_format"),
@@ -215,8 +216,15 @@ def _scaled(module: _Module) -> StoredTensor:
             values -= _spread(offsets[own], block[1], columns)
         return values.mul_(_spread(scales[own], block[1], columns))
 
-    kind = "FP8" if codes.dtype in _FP8 else "int8"
-    return module.stored(kind, codes.shape, decode)
+    def saved_rows(wanted: range) -> torch.Tensor:
+        own = torch.arange(wanted.start, wanted.stop) // block[0]
+        scales = (_powers if scale.dtype == "F8_E8M0" else torch.Tensor.float)(scale.read_raw())
+        own_scales = scales.reshape(-1)[own].view(torch.uint8).view(len(own), -1)
+        return torch.cat([codes.read_raw(wanted).view(torch.uint8), own_scales], 1)
+
+    stored = module.stored(FP8 if codes.dtype in _FP8 else "int8", codes.shape, decode)
+    keeps_rows = codes.dtype == "F8_E4M3" and block[1] >= columns and zeros is None
+    return replace(stored, saved_rows=saved_rows) if keeps_rows else stored
 
 
 def _spread(scales: torch.Tensor, width: int, columns: int) -> torch.Tensor:

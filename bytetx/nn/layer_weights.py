@@ -182,6 +182,8 @@ class _LayerReader:
         bits = None if self.format is None else self.format.coded_bits
         if bits is not None and self._takes_codes():
             self.load, self.format = self.load.coded(bits), None
+        if self.format is not None and self.format.keeps_fp8 and self._takes_rows():
+            self.load = self.load.in_fp8()
         self.prepack = load.prepack and self.format is None and self.weight_gather is None
         # Features that are read; None: all.
         self.heads: range | None = None
@@ -194,19 +196,22 @@ class _LayerReader:
             self.inner, self.expert_inner = self.shard.inner, self.shard.expert_inner
 
     def _takes_codes(self) -> bool:
-        """Whether matrices may be read as rows of codes: they are on a CPU in this process alone,
-        of whole groups, and nothing else is computed of them."""
-        spec, layers = self.spec, self.layer_spec
+        """Whether matrices may be read as rows of codes in whole groups, on a CPU."""
+        spec = self.spec
         widths = (spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size)
+        is_cpu = torch.device(self.load.device).type == "cpu"
+        return is_cpu and self._takes_rows() and all(width % GROUP == 0 for width in widths)
+
+    def _takes_rows(self) -> bool:
+        """Whether matrices may be read as rows of codes: they are in this process alone, and
+        nothing else is computed of them."""
         return (
-            torch.device(self.load.device).type == "cpu"
-            and self.shard is None
+            self.shard is None
             and self.hidden is None
             and self.weight_gather is None
             and self.positions is None
-            and spec.experts is None
-            and layers.weight_layout != "conv1d"
-            and all(width % GROUP == 0 for width in widths)
+            and self.spec.experts is None
+            and self.layer_spec.weight_layout != "conv1d"
         )
 
     def layers(self) -> list[LayerWeights]:

@@ -25,6 +25,7 @@ class WeightFormat:
     bits: of most parameters in memory; None: those of dtype.
     coded_bits: of codes in groups that layers are read in on a CPU, so that codes of a GGUF file
     are kept; None: they are read as floats, and converted.
+    keeps_fp8: whether matrices are read as rows in E4M3, so that codes of an FP8 file are kept.
     table_bits: of codes in groups that are kept of the word table and a head over the vocabulary;
     None: they stay.
     """
@@ -34,6 +35,7 @@ class WeightFormat:
     dtype: Callable[[], torch.dtype] | None = None
     bits: float | None = None
     coded_bits: int | None = None
+    keeps_fp8: bool = False
     table_bits: int | None = None
 
 
@@ -71,6 +73,7 @@ WEIGHT_FORMATS = {
 # one scale a row does not hold: these have scales of groups. Table and head keep 8 bits, because
 # every token's result depends on them directly.
 _CAUSAL = {
+    FP8: WeightFormat(fp8.check, fp8.quantize_causal, bits=8.0, keeps_fp8=True),
     INT8: WeightFormat(
         partial(_check_groups, INT8),
         partial(_in_groups, bits=8),

@@ -9,12 +9,14 @@ from itertools import islice
 import torch
 
 from bytetx.checkpoint.norm_kinds import NORM_KINDS
-from bytetx.checkpoint.saved_tensor import Part, take_part
+from bytetx.checkpoint.quantized_tensors import FP8
+from bytetx.checkpoint.saved_tensor import DecodedTensor, Part, take_part
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError
 from bytetx.nn.coded_tensors import read_coded
 from bytetx.ops.coded_linear import CodedWeight, prepare_coded_linear
 from bytetx.ops.coded_rows import GROUP, are_finite, features_of
+from bytetx.ops.fp8_linear import are_finite_rows, fp8_from_rows, fp8_rows, prepare_fp8_linear
 from bytetx.ops.gated import GatedWeight, gate_block, in_turn, prepare_gated
 from bytetx.ops.grouped_linear import grouped_from_rows
 from bytetx.ops.linear import LinearWeight, prepare_linear
@@ -46,6 +48,8 @@ class TensorLoader:
         self.shares, self.batch_invariant = shares, batch_invariant
         # Matrices are read as rows of codes of so many bits; None: as floats.
         self.bits: int | None = None
+        # Matrices are read as rows in E4M3.
+        self.is_fp8 = False
 
     def plain(self) -> "TensorLoader":
         """The same loader, whose linear layers are not laid out for a CPU."""
@@ -60,6 +64,12 @@ class TensorLoader:
         """
         loader = copy(self)
         loader.bits = bits
+        return loader
+
+    def in_fp8(self) -> "TensorLoader":
+        """The same loader, which reads matrices as rows in E4M3 (bytetx/ops/fp8_linear.py)."""
+        loader = copy(self)
+        loader.is_fp8 = True
         return loader
 
     def require(self, names: Iterable[str]) -> None:
@@ -115,13 +125,30 @@ class TensorLoader:
         self, name: str, shape: tuple[int, int], *, part: Part | None = None
     ) -> torch.Tensor:
         """A layer's matrix: as tensor(), or its rows of codes."""
-        if self.bits is None:
+        if self.bits is None and not self.is_fp8:
             return self.tensor(name, shape, part=part)
         assert part is None  # layers that are divided have plain weights
+        if self.bits is None:
+            return self._fp8_rows(name, shape)
         self.require([name])
         _check_shape(name, self.shape(name), shape)
         rows = read_coded(self.tensors, name, self.bits)
         if not are_finite(rows):
+            raise _not_finite(name, torch.float32)
+        return rows
+
+    def _fp8_rows(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """A matrix as rows in E4M3; those of a file that has one scale a row are kept."""
+        self.require([name])
+        stored = self.tensors.stored(name) if isinstance(self.tensors, Weights) else None
+        saved_rows = None
+        if isinstance(stored, DecodedTensor) and stored.scheme == FP8:
+            saved_rows = stored.saved_rows
+        if stored is None or saved_rows is None:
+            return fp8_rows(prepare_fp8_linear(self.tensor(name, shape)))
+        _check_shape(name, stored.shape, shape)
+        rows = saved_rows(range(shape[0])).to(self.device)
+        if not are_finite_rows(rows):
             raise _not_finite(name, torch.float32)
         return rows
 
@@ -190,6 +217,8 @@ class TensorLoader:
 
     def weight_from(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> Weight:
         """A linear of what `matrix` gave, rows in any order, and bias [n]."""
+        if self.is_fp8:
+            return fp8_from_rows(matrix, bias, dtype=self.dtype)
         if self.bits is None:
             return self.linear_from(matrix, bias)
         k = features_of(matrix, self.bits)
@@ -213,7 +242,7 @@ class TensorLoader:
         if self.shares and (gate_bias is None) == (up_bias is None):
             stacked = self.fused_linear([(gate, gate_bias), (up, up_bias)])
             return GatedWeight(stacked, gate.shape[0], gate.shape[0])
-        if self.bits is not None:
+        if self.bits is not None or self.is_fp8:
             n, bias = gate.shape[0], None
             block = gate_block(n)
             if gate_bias is not None and up_bias is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from bytetx.ops import native, reference
 from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
 from bytetx.ops.linear import ACTIVATIONS, taken
-from bytetx.ops.linear_plan import Tiling
+from bytetx.ops.linear_plan import Tiling, fastest_whole
 from bytetx.ops.quantize import quantize_rows
 from bytetx.ops.registry import Operation
 from bytetx.ops.weight import QuantizedWeight
@@ -23,12 +23,10 @@ HALVES = (torch.float16, torch.bfloat16)
 FP8_LINEAR = Operation("fp8_linear", "cuda")
 
 _COPY = "_bytetx_e4m3"  # attribute of a tensor
+_SCALE_BYTES = 4
 _SCALE_STEPS = 16  # scales of a weight's row that are tried
 
-_NUM_SMS = 132  # an H200 has as many
 _MAX_PLANS = 4096
-# Products of an SM in a given time with each tiling, the best one's as 1 (H200, k = 768 and 3072).
-_RATES = {"128x128": 1.0, "64x128": 0.8, "64x64": 0.6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +65,22 @@ class Fp8LinearWeight(QuantizedWeight):
         )
 
     def matmul(
-        self, x: Tensor, *, activation: str = "none", residual: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        activation: str = "none",
+        residual: Tensor | None = None,
+        is_gated: bool = False,
     ) -> Tensor:
-        """x: in f16 or bf16, or the E4M3 rows of a weight with out_scale."""
+        """x: in f16 or bf16, or the E4M3 rows of a weight with out_scale.
+
+        is_gated: the gated product of rows of gates and values in turn, 32 of each; only where
+        has_fp8_linear.
+        """
         rows, scale = (x, None) if x.dtype == torch.float8_e4m3fn else e4m3_copy(x)
+        if is_gated:
+            tiling = plan_fp8_linear(rows.shape[0], self.n, self.k).index
+            return run_kernel(rows, scale, self, tiling, activation=activation, is_gated=True)
         d = _product(rows, scale, self, activation=activation, out_scale=self.out_scale)
         return d if residual is None else d.add_(residual)
 
@@ -84,13 +94,6 @@ def e4m3_copy(x: Tensor) -> tuple[Tensor, Tensor]:
     if copy is None:
         copy = quantize_rows(x)
         setattr(x, _COPY, copy)
-    return copy
-
-
-def move_e4m3_copy(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The copy of x, whose memory another one will take; x has none afterwards."""
-    copy = e4m3_copy(x)
-    delattr(x, _COPY)
     return copy
 
 
@@ -109,6 +112,29 @@ def prepare_fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Fp8LinearW
         require_tensor("bias", bias, shape=weight.shape[:1], device=weight.device)
         bias = bias.float()
     return Fp8LinearWeight(*_round_weight(weight.contiguous()), bias, weight.dtype)
+
+
+def fp8_rows(w: Fp8LinearWeight) -> Tensor:
+    """uint8 [n, k + 4]: a row's E4M3 codes and the bytes of its scale; in any order, a weight."""
+    scales = w.scale.contiguous().view(torch.uint8).view(w.n, _SCALE_BYTES)
+    return torch.cat([w.rows.view(torch.uint8), scales], 1)
+
+
+def fp8_from_rows(packed: Tensor, bias: Tensor | None, *, dtype: torch.dtype) -> Fp8LinearWeight:
+    """A weight of rows as fp8_rows has them.  bias [n], f16 or bf16.  dtype: of the results."""
+    codes, scales = (
+        part.clone(memory_format=torch.contiguous_format)
+        for part in packed.split([packed.shape[1] - _SCALE_BYTES, _SCALE_BYTES], 1)
+    )
+    rows, scale = codes.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(1)
+    return Fp8LinearWeight(rows, scale, None if bias is None else bias.float(), dtype)
+
+
+def are_finite_rows(packed: Tensor) -> bool:
+    """Whether all numbers of rows as fp8_rows has them are finite."""
+    w = fp8_from_rows(packed, None, dtype=torch.bfloat16)
+    nans = (w.rows.view(torch.uint8) & 0x7F) == 0x7F
+    return not nans.any() and bool(w.scale.isfinite().all())
 
 
 def _round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,7 +212,7 @@ def _run_native(
     activation: str,
     out_scale: float | None,
 ) -> Tensor:
-    tiling = plan_fp8_linear(rows.shape[0], w.n).index
+    tiling = plan_fp8_linear(rows.shape[0], w.n, w.k).index
     return run_kernel(rows, scale, w, tiling, activation=activation, out_scale=out_scale)
 
 
@@ -219,11 +245,16 @@ def run_kernel(
     *,
     activation: str = "none",
     out_scale: float | None = None,
+    is_gated: bool = False,
 ) -> Tensor:
-    """The Hopper kernel on checked arguments, cut as `tiling` says."""
+    """The Hopper kernel on checked arguments, cut as `tiling` says.
+
+    is_gated: as of Fp8LinearWeight.matmul, without out_scale.
+    """
     is_fp8 = out_scale is not None
     dtype = torch.float8_e4m3fn if is_fp8 else w.dtype
-    d = torch.empty((rows.shape[0], w.n), dtype=dtype, device=rows.device)
+    columns = w.n // 2 if is_gated else w.n
+    d = torch.empty((rows.shape[0], columns), dtype=dtype, device=rows.device)
     native.require_kernel("fp8_linear", rows.device)(
         a=rows,
         b=w.rows,
@@ -235,6 +266,7 @@ def run_kernel(
         n=w.n,
         k=w.k,
         activation=ACTIVATIONS.index(activation),
+        gated=is_gated,
         is_d_fp8=is_fp8,
         d_scale=out_scale if is_fp8 else 1.0,
         tiling=tiling,
@@ -254,14 +286,9 @@ def _fits(w: Fp8LinearWeight) -> bool:
 
 
 @lru_cache(_MAX_PLANS)
-def plan_fp8_linear(m: int, n: int) -> Tiling:
-    """The tiling that takes the busiest SM the least time for [m, n]; k is the same for all."""
-
-    def cost(tiling: Tiling) -> float:
-        waves = -(-tiling.num_tiles(m, n) // _NUM_SMS)
-        return waves * tiling.rows * tiling.columns / _RATES.get(tiling.name, 0.5)
-
-    return min(tilings(), key=cost)
+def plan_fp8_linear(m: int, n: int, k: int) -> Tiling:
+    """The tiling that is predicted to be the fastest for the product [m, k] x [k, n]."""
+    return fastest_whole(tilings(), m, n, k // 2)
 
 
 @cache

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.check import is_aligned, require_tensor
+from bytetx.ops.fp8_linear import Fp8LinearWeight, has_fp8_linear
 from bytetx.ops.grouped_blocks import GroupedBlocks
 from bytetx.ops.linear import (
     ACTIVATIONS,
@@ -159,6 +160,8 @@ def _product(x: Tensor, w: GatedWeight, activation: str) -> Tensor:
         if w.fused.decodes(x.shape[0]):
             return w.fused.matmul(x, activation=activation, is_gated=True)
         return _product(x, replace(w, fused=w.fused.written_out()), activation)
+    if isinstance(w.fused, Fp8LinearWeight) and w.block == BLOCK and has_fp8_linear(w.fused):
+        return w.fused.matmul(x, activation=activation, is_gated=True)
     return gate(w.fused.matmul(x), w, activation=activation)
 
 

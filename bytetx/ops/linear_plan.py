@@ -205,6 +205,14 @@ def plan_invariant(n: int, k: int, *, is_gated: bool = False) -> LinearPlan:
     return LinearPlan(min(able, key=loss).index)
 
 
+def fastest_whole(able: Sequence[Tiling], m: int, n: int, k: int) -> Tiling:
+    """The tiling of the least predicted time where one CTA has all of k.
+
+    k: of 16-bit features, two of 8 bits as one: they take as many bytes and as long to multiply.
+    """
+    return min(able, key=lambda tiling: _predicted_us(tiling, 1, m, n, k))
+
+
 def gating_tilings() -> list[Tiling]:
     """Those whose tiles hold a block of gates and the values beside it."""
     return [tiling for tiling in tilings() if tiling.columns % _GATED_COLUMNS == 0]

@@ -8,11 +8,12 @@ from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.registry import Operation
 
 ROW_MULTIPLE = 16  # elements: what a row of an FP8 GEMM's operand must be a multiple of
-MAX_ROW_WIDTH = 8192  # a row lives in the registers of one CTA, in f32
+# A row lives in the registers of one CTA, of quantize_rows a larger one.
+MAX_NORM_BYTES = 32768
+MAX_ROW_BYTES = 65536
 
-QUANTIZE_ROWS = Operation(
-    "quantize_rows", "cuda"
-)  # shape class: width.  run(x) as of quantize_rows
+# Shape class: dtype and width.  run(x) as of quantize_rows.
+QUANTIZE_ROWS = Operation("quantize_rows", "cuda")
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,20 +27,24 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     require_tensor("x", x, shape=(None, None))
     require_contiguous("x", x)
-    quantized: tuple[Tensor, Tensor] = QUANTIZE_ROWS.choose(x.device, x.shape[1]).run(x)
+    quantized: tuple[Tensor, Tensor] = QUANTIZE_ROWS.choose(x.device, x.dtype, x.shape[1]).run(x)
     return quantized
 
 
 def has_fp8_kernel(x: Tensor) -> bool:
     """Whether a GPU's row kernels write E4M3 copies of rows as wide as x's."""
-    return x.is_cuda and _takes_width(x.device, x.shape[1])
+    return x.is_cuda and _fits(x.shape[1], x.dtype, MAX_NORM_BYTES)
 
 
-def _takes_width(device: torch.device, width: int) -> bool:
-    return width % ROW_MULTIPLE == 0 and 0 < width <= MAX_ROW_WIDTH
+def _fits(width: int, dtype: torch.dtype, most_bytes: int) -> bool:
+    return width % ROW_MULTIPLE == 0 and 0 < width * dtype.itemsize <= most_bytes
 
 
-@QUANTIZE_ROWS.native_kernel("cuda", takes=_takes_width)
+def _takes_rows(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    return _fits(width, dtype, MAX_ROW_BYTES)
+
+
+@QUANTIZE_ROWS.native_kernel("cuda", takes=_takes_rows)
 def _run_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, scale = empty_fp8_rows(x)
     native.require_kernel("quantize_rows", x.device)(

@@ -9,10 +9,10 @@
 //
 // norm_rows_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of one
 // warp (up to 1024 features; 4 rows a CTA, no shared memory, no barrier), of half a warp (384 f16
-// or bf16) or of one CTA of 256 threads (up to 16384 f16 or bf16, 8192 f32). Neighbouring threads
-// hold neighbouring 16 bytes. A warp takes row after row, keeps weight and bias in registers, and
-// loads a row while it computes the one before; where rows are very many or few, launch_full_rows()
-// has other ways.
+// or bf16) or of one CTA of 256 threads (up to 16384 f16 or bf16, 8192 f32; quantize_rows has 512
+// threads for rows of up to twice that). Neighbouring threads hold neighbouring 16 bytes. A warp
+// takes row after row, keeps weight and bias in registers, and loads a row while it computes the
+// one before; where rows are very many or few, launch_full_rows() has other ways.
 // norm_any_rows_kernel: every other size; one CTA a row, element by element, three passes of which
 // the last two come from cache.
 #pragma once
@@ -162,12 +162,20 @@ bool launch_in_registers(const NormParams& p, const Launch& launch, cudaStream_t
                       p.out_fp8)) {
         return false;
     }
-    return dispatch_packed_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
+    const bool fits = dispatch_packed_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
         if (p.hidden_size == kFullRow<T, Tiling>) {
             return launch_full_rows<T, Tiling, kNorm>(p, launch, stream);
         }
         launch_rows<T, Tiling, kNorm, RowWay::any>(p, launch, stream);
     });
+    if constexpr (kNorm == RowNorm::none) {  // inner rows of feed-forward layers
+        using Wide = RowTiling<2 * kCtaThreads, 1, 8>;
+        if (!fits && p.hidden_size <= kFullRow<T, Wide>) {
+            launch_rows<T, Wide, kNorm, RowWay::any>(p, launch, stream);
+            return true;
+        }
+    }
+    return fits;
 }
 
 // Every row kernel of one op; kNorm says which.
@@ -180,11 +188,10 @@ void launch_norm(const char* op, const NormParams& p, const Launch& launch) {
     dispatch_dtype(p.dtype, [&]<typename T>() {
         if (launch_in_registers<T, kNorm>(p, launch, stream)) return;
         if (p.out_fp8 != nullptr || kNorm == RowNorm::none) {
-            throw std::invalid_argument(
-                std::string(op) +
-                ": E4M3 rows need 16-byte rows of at most 8192 f32 or 16384 "
-                "16-bit elements, got hidden_size " +
-                std::to_string(p.hidden_size));
+            throw std::invalid_argument(std::string(op) +
+                                        ": E4M3 rows need a multiple of 16 bytes, at most " +
+                                        std::to_string(kNorm == RowNorm::none ? 64 : 32) +
+                                        " KB; got hidden_size " + std::to_string(p.hidden_size));
         }
         if constexpr (kNorm != RowNorm::none) {
             launch_kernel(

@@ -1,7 +1,8 @@
-// The epilogue of a GEMM of E4M3 rows: scales, bias, activation, and rounding to Out.
+// The epilogue of a GEMM of E4M3 rows: scales, bias, activation, gates, and rounding to Out.
 //
 // A thread goes through its sums by groups of columns, so that what belongs to columns is read once
-// for all of its rows. Scales and biases wait in registers while the products run.
+// for all of its rows. Scales and biases wait in registers while the products run. Gates and their
+// values are as LinearEpilogue has them.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -23,7 +24,7 @@ __device__ __forceinline__ float gelu_erf_coarse(float x) {
     return fmaf(-z, exp2_approx(log2_tail), positive);
 }
 
-template <typename C, ActivationForm kForm, typename Out>
+template <typename C, ActivationForm kForm, typename Out, bool kGated = false>
 struct Fp8Epilogue : EpilogueDefaults, TileLayout<C> {
     struct Inputs {
         const float* a_scale;   // [m], or null for ones
@@ -35,8 +36,8 @@ struct Fp8Epilogue : EpilogueDefaults, TileLayout<C> {
     using Layout = TileLayout<C>;
     using Layout::kColumnGroups;
     using Layout::kRowsOfThread;
-    static constexpr bool kWaitsFirst = true;
     static constexpr bool kIsFp8 = sizeof(Out) == 1;
+    static_assert(!kGated || (!kIsFp8 && kColumnGroups % 2 == 0));
     struct Columns {
         float scale[8], bias[8];
     };
@@ -49,21 +50,22 @@ struct Fp8Epilogue : EpilogueDefaults, TileLayout<C> {
     __device__ __forceinline__ Fp8Epilogue(const K& k, int m, int n, int)
         : Layout(k.p, m, n), in(k.p.epilogue) {}
 
-    // Before the products, so that nothing is waited for after them. Addresses outside are moved
-    // inside instead of skipped: a branch around each load would let them come one by one.
+    // Before the products, so that nothing is waited for after them; what belongs to columns is
+    // constant, and under way before wait(). Addresses outside are moved inside instead of skipped:
+    // a branch around each load would let them come one by one.
     template <typename Accumulators, typename Wait>
     __device__ __forceinline__ void begin(Accumulators& sums, const Wait& wait) {
+#pragma unroll
+        for (int q = 0; q < kColumnGroups; ++q) {
+            const int column = this->inside_column(q);
+            load_eight(columns[q].scale, in.b_scale + column);
+            if (in.bias != nullptr) load_eight(columns[q].bias, in.bias + column);
+        }
         wait();
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
             row_scale[i] =
                 in.a_scale == nullptr ? 1.0f : in.a_scale[min(this->row(i), this->p.m - 1)];
-        }
-#pragma unroll
-        for (int q = 0; q < kColumnGroups; ++q) {
-            const int column = this->first_column + (this->has_group(q) ? q * kPermutedRows : 0);
-            load_eight(columns[q].scale, in.b_scale + column);
-            if (in.bias != nullptr) load_eight(columns[q].bias, in.bias + column);
         }
         sums.clear();
     }
@@ -71,18 +73,31 @@ struct Fp8Epilogue : EpilogueDefaults, TileLayout<C> {
     template <typename Accumulators>
     __device__ __forceinline__ void finish(const Accumulators& sums) const {
 #pragma unroll
-        for (int q = 0; q < kColumnGroups; ++q) {
-            const Columns& group = columns[q];
+        for (int q = 0; q < kColumnGroups; q += kGated ? 2 : 1) {
 #pragma unroll
             for (int i = 0; i < kRowsOfThread; ++i) {
                 float x[8];
+                scale_eight(sums, i, q, x);
+                if constexpr (kGated) {
+                    float values[8];
+                    scale_eight(sums, i, q + 1, values);
 #pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    x[e] =
-                        fmaf(sums(this->at(i, q, e)) * row_scale[i], group.scale[e], group.bias[e]);
+                    for (int e = 0; e < 8; ++e) {
+                        x[e] = activate<kForm>(x[e], in.activation) * values[e];
+                    }
                 }
                 if (this->row(i) < this->p.m && this->has_group(q)) store_eight(x, i, q);
             }
+        }
+    }
+
+    template <typename Accumulators>
+    __device__ __forceinline__ void scale_eight(const Accumulators& sums, int i, int q,
+                                                float (&x)[8]) const {
+        const Columns& group = columns[q];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            x[e] = fmaf(sums(this->at(i, q, e)) * row_scale[i], group.scale[e], group.bias[e]);
         }
     }
 
@@ -94,8 +109,11 @@ struct Fp8Epilogue : EpilogueDefaults, TileLayout<C> {
     }
 
     __device__ __forceinline__ void store_eight(const float (&x)[8], int i, int q) const {
-        Out* out = static_cast<Out*>(this->p.d) + int64_t{this->m} * this->p.n +
-                   ((this->row(i) - this->m) * this->p.n + this->first_column + q * kPermutedRows);
+        const int stride = kGated ? this->p.n / 2 : this->p.n;
+        const int column = kGated ? this->n / 2 + this->lane % 4 * 8 + q / 2 * kPermutedRows
+                                  : this->first_column + q * kPermutedRows;
+        Out* out = static_cast<Out*>(this->p.d) + int64_t{this->m} * stride +
+                   ((this->row(i) - this->m) * stride + column);
         if constexpr (kIsFp8) {
             uint32_t words[2];
 #pragma unroll
@@ -108,11 +126,15 @@ struct Fp8Epilogue : EpilogueDefaults, TileLayout<C> {
             uint32_t words[4];
 #pragma unroll
             for (int e = 0; e < 8; e += 2) {
-                words[e / 2] = pack(activate<kForm>(x[e], in.activation),
-                                    activate<kForm>(x[e + 1], in.activation), Out{});
+                words[e / 2] = pack(finished(x[e]), finished(x[e + 1]), Out{});
             }
             *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
         }
+    }
+
+    __device__ __forceinline__ float finished(float x) const {
+        if constexpr (kGated) return x;
+        return activate<kForm>(x, in.activation);
     }
 
     __device__ __forceinline__ uint32_t fp8_pair(float low, float high) const {

@@ -1,10 +1,12 @@
 // Linear layers of E4M3 rows: scales, bias, activation, and E4M3 rows again.
 //
 //   d = act(a_scale b_scale (a b^T) + bias)        a [m, k], b [n, k] E4M3; d [m, n] f16 or bf16,
-//   d = e4m3(act(...) / d_scale)                   or E4M3 with one scale for all
+//   d = e4m3(act(...) / d_scale)                   or E4M3 with one scale for all,
+//   d = act(gates) values                          or of rows of b in turn, 32 of each
 //
 // The kernel is gemm/kernel.cuh with gemm/fp8_epilogue.cuh: persistent, two warpgroups that
-// alternate, each on its own tiles, one's end of a tile under the other's products. Accumulators
+// alternate, each on its own tiles, one's end of a tile under the other's products; for few rows a
+// CTA has one tile, whose weights are under way before the kernel before has ended. Accumulators
 // grow in the matrix unit from the first feature to the last: it keeps about 14 bits of each
 // addition, which is far below what rounding operands to E4M3 has cost (docs/kernels/fp8-linear.md
 // has both). Bound by the matrix unit and its power.
@@ -30,9 +32,10 @@ constexpr Entry entry(const char* name, bool is_small_m) {
 }
 
 constexpr Entry kEntries[] = {
-    entry<gemm::Fp8Tile128x128>("128x128", false),
-    entry<gemm::Fp8Tile64x128>("64x128", true),
-    entry<gemm::Fp8Tile64x64>("64x64", true),
+    entry<gemm::Fp8Tile128x128>("128x128single", false),
+    entry<gemm::Fp8Tile64x128>("64x128single", false),
+    entry<gemm::SmallM128x64>("128x64", true),
+    entry<gemm::SmallM64x64>("64x64", true),
 };
 constexpr int kNumEntries = sizeof(kEntries) / sizeof(Entry);
 
@@ -47,6 +50,12 @@ void check(const Fp8LinearParams& p) {
     if (p.k <= 0 || p.k % 16 != 0 || p.k > INT32_MAX) fail("k > 0 and k % 16 == 0");
     if (p.dtype == DType::f32) fail("f16 or bf16");
     if (p.is_d_fp8 && !(p.d_scale > 0)) fail("d_scale > 0");
+    if (!p.gated) return;
+    if (p.n % 64 != 0 || p.is_d_fp8) fail("n % 64 == 0 and f16 or bf16 results, gated");
+    if (p.activation != Activation::gelu && p.activation != Activation::gelu_tanh &&
+        p.activation != Activation::silu) {
+        fail("gelu, gelu_tanh or silu, gated");
+    }
 }
 
 }  // namespace

@@ -5,46 +5,10 @@
 #include "gemm/launchers.h"
 #include "gemm/linear_epilogue.cuh"
 #include "gemm/residual_epilogue.cuh"
+#include "gemm/small_m_launch.cuh"
 #include "gemm/split_k_epilogue.cuh"
 
 namespace bytetx::gemm {
-
-constexpr int kSmemBytesOfTwo = 113 * 1024;  // each of two CTAs of an SM has so much
-constexpr int kFewestStages = 3;             // that hide a trip to L2
-// Measured in chains of BERT's layers on an H200, not in chains of one product: with more stages
-// a text of 128 tokens takes 283 us instead of 276, with CTAs that share an SM one of 32 takes 243
-// instead of 226.
-constexpr int kMostBytesOfStages = 165 * 1024;
-constexpr int kSmemBytesOfOne = 116 * 1024;  // at least, where an SM should hold one CTA
-
-// Whether an SM should hold two CTAs: there are more than SMs. Clusters of three and more leave
-// some of those unused, an H200's of four and eight 12 of 132.
-inline bool are_crowded(int ctas, int ranks) {
-    return ctas > (ranks > 2 ? num_sms() * 10 / 11 : num_sms());
-}
-
-struct SmallMShape {
-    int num_stages, smem_bytes;
-};
-
-// A stage for every block of a CTA, up to kMostBytesOfStages: weights that have one are fetched
-// before the kernel before has ended. more_bytes: what a CTA has behind the stages.
-template <typename C>
-SmallMShape small_m_shape(int ctas, int cluster_ctas, int blocks, int more_bytes) {
-    constexpr int kStage = C::kStageBytes, kHead = LaunchStages<C>::kHeadBytes;
-    const int wanted = std::min(C::kStages, blocks);
-    const auto stages_in = [&](int bytes) {
-        return std::min(wanted, (bytes - kHead - more_bytes) / kStage);
-    };
-    int num_stages = std::min(stages_in(kMostSmemBytes), std::max(2, kMostBytesOfStages / kStage));
-    const bool is_crowded = are_crowded(ctas, cluster_ctas);
-    if (is_crowded) {
-        const int shallow = stages_in(kSmemBytesOfTwo);
-        if (shallow >= std::min(wanted, kFewestStages)) num_stages = shallow;
-    }
-    const int used = kHead + num_stages * kStage + more_bytes;
-    return {num_stages, std::max(used, is_crowded ? 0 : kSmemBytesOfOne)};
-}
 
 // A smaller split-k than asked for where k has not as many blocks, or shared memory no room.
 template <typename C, ActivationForm kForm, bool kGated>
@@ -52,23 +16,14 @@ void launch_small_m(const LinearParams& o, cudaStream_t stream) {
     using Epilogue = SplitKEpilogue<C, kForm, kGated>;
     using K = Kernel<C, SplitKScheduler, DenseProducer<C>, Epilogue>;
     constexpr int kStage = C::kStageBytes, kHead = LaunchStages<C>::kHeadBytes;
-    static_assert(sizeof(typename K::Smem) <= kHead);
     const auto parts_bytes = [](int ranks) { return Epilogue::memory_bytes(ranks); };
-    const int a_rows = static_cast<int>(std::min<int64_t>(C::kTileM, (o.m + 7) / 8 * 8));
     typename K::Params p{};
     static_cast<Problem&>(p) = make_problem<C>(o);
-    p.a = make_map(matrix(o, o.a, o.m, o.k), a_rows);
     p.epilogue = LinearInputs::of(o);
     int ranks = std::clamp(o.split_k, 1, p.num_k_blocks);
     // Two stages at least: one is given back when the next one's products have begun.
     while (ranks > 1 && kHead + 2 * kStage + parts_bytes(ranks) > kMostSmemBytes) --ranks;
-    const int ctas = p.tiles_m * p.tiles_n * ranks;
-    const int blocks = num_tiles(p.num_k_blocks, ranks);  // most k blocks of one CTA
-    const auto shape = small_m_shape<C>(ctas, ranks, blocks, parts_bytes(ranks));
-    p.stages = {shape.num_stages, (a_rows + C::kTileN) * kBlockK * kElementBytes};
-    allow_smem_once<K::kFunction>(kMostSmemBytes);
-    launch_kernel(K::kFunction, {dim3(ctas), dim3(C::kThreads), shape.smem_bytes, stream, ranks},
-                  p);
+    launch_one_tile<K>(p, matrix(o, o.a, o.m, o.k), ranks, parts_bytes(ranks), stream);
 }
 
 // Clusters that share columns instead of k.

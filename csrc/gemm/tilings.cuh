@@ -118,10 +118,9 @@ using SmallM64x64Pair = SmallMPairTiling<1, 1, 64>;
 using SmallM128x64Pair = SmallMPairTiling<2, 1, 64>;
 using SmallM128x128Pair = SmallMPairTiling<2, 1, 128>;
 
-// fp8_linear().
+// fp8_linear(); with few rows SmallM64x64 and SmallM128x64.
 using Fp8Tile128x128 = Tiling<2, 128, 7, 1>;
 using Fp8Tile64x128 = Tiling<1, 128, 8, 1>;
-using Fp8Tile64x64 = Tiling<1, 64, 12, 1>;
 
 // linear_norm(), by columns of a row. Short: for fewer rows.
 using RowNorm384 = RowNormTiling<2, 192, 4, 2, 1>;

@@ -15,6 +15,7 @@ from bytetx.ops.fp8_linear import (
     run_kernel,
     tilings,
 )
+from bytetx.ops.gated import GATES
 from bytetx.ops.linear import ACTIVATIONS
 from bytetx.ops.quantize import quantize_rows
 
@@ -173,6 +174,27 @@ def test_every_epilogue(dtype: torch.dtype, activation: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.usefixtures("has_kernel")
+def test_gates_and_values_in_turn(dtype: torch.dtype, activation: str) -> None:
+    for m, n, k in ((1, 64, 48), (77, 448, 384), (5000, 1536, 384)):
+        rows, scale, w = random_layer(m, n, k, dtype, CUDA)
+        gates, values = exact(rows, scale, w, "none").view(m, -1, 2, 32).unbind(2)
+        x = (reference.activate(gates, activation) * values).reshape(m, n // 2)
+        for tiling in tilings():
+            poison_free_memory()
+            d = run_kernel(
+                rows, scale, w, tiling.index, activation=activation, is_gated=True
+            ).double()
+            # Each factor is as far off as a sum is.
+            most = gates.abs().flatten(1).amax(1, keepdim=True) + 1
+            most = most * (values.abs().flatten(1).amax(1, keepdim=True) + 1)
+            error = (d - x).abs()
+            assert (error <= x.abs() * torch.finfo(dtype).eps + 2.0**-6 * most).all()
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("has_kernel")
 def test_batch_mates_and_tilings_change_no_bit() -> None:
     rows, scale, w = random_layer(4000, 768, 3072, torch.float16, CUDA)
@@ -223,5 +245,6 @@ def test_no_rows_and_shapes_that_no_kernel_takes() -> None:
 def test_plan_fills_the_gpu() -> None:
     if not tilings():
         pytest.skip("no native core")
-    assert plan_fp8_linear(65536, 2304).name == "128x128"
-    assert plan_fp8_linear(1, 768).name == "64x64"
+    assert plan_fp8_linear(65536, 2304, 768).name == "128x128single"
+    assert plan_fp8_linear(256, 4096, 14336).name == "64x128single"
+    assert plan_fp8_linear(1, 768, 768).name == "64x64"

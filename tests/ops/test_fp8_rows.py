@@ -28,7 +28,7 @@ def assert_equal_rows(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [16, 384, 768, 1024, 1040, 4096, 8192, 20])
+@pytest.mark.parametrize("width", [16, 384, 768, 1024, 1040, 4096, 8192, 20, 14336, 28672])
 def test_quantized_rows_are_exact(device: str, dtype: torch.dtype, width: int) -> None:
     x = torch.randn(131, width, device=device).to(dtype)
     x[5] = 0
