@@ -33,6 +33,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # Four of 32 layers, and an eighth of the words: the head keeps its share.
+    "llama-8b-4": (
+        "Llama",
+        {
+            "vocab_size": 16032,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+        },
+    ),
     "gpt2-124m": ("GPT2", {}),
     "smollm2-135m": (
         "Llama",
@@ -116,24 +131,37 @@ def padded_generate(model: Any, prompts: Sequence[list[int]], num_tokens: int) -
     return tokens
 
 
-def prefill_work(spec: ModelSpec, requests: Sequence[Request]) -> Work:
-    """FLOP of the prompts' tokens: two a weight of the layers, and causal attention."""
+def prefill_work(
+    spec: ModelSpec, requests: Sequence[Request], *, layers_speed: float = 1.0
+) -> Work:
+    """FLOP of the prompts' tokens: two a weight of the layers, and causal attention.
+
+    layers_speed: how many times as fast as attention the layers' products may be; their FLOP count
+    that much less.
+    """
     tokens = sum(r.prompt_tokens for r in requests)
     pairs = sum(r.prompt_tokens * (r.prompt_tokens + 1) // 2 for r in requests)
     attention = 4.0 * spec.num_layers * spec.num_heads * spec.head_dim * pairs
-    return Work(0.0, 2.0 * spec.num_layers * _elements_of_layer(spec) * tokens + attention)
+    layers = 2.0 * spec.num_layers * _elements_of_layer(spec) * tokens
+    return Work(0.0, layers / layers_speed + attention)
 
 
-def decode_bytes(spec: ModelSpec, requests: Sequence[Request], dtype: torch.dtype) -> float:
-    """Read by decode steps of all requests together: keys and values of each, weights once."""
+def decode_bytes(
+    spec: ModelSpec, requests: Sequence[Request], dtype: torch.dtype, *, layer_bytes: int
+) -> float:
+    """Read by decode steps of all requests together: keys and values of each, weights once.
+
+    dtype: of all but the layers' weights, which have layer_bytes each.
+    """
     per_token = kv_bytes(spec, dtype)
     num_keys = sum(
         r.prompt_tokens * (r.output_tokens - 1) + r.output_tokens * (r.output_tokens - 1) // 2
         for r in requests
     )
-    weights = spec.num_layers * _elements_of_layer(spec) + spec.vocab_size * spec.embedding_size
+    layers = spec.num_layers * _elements_of_layer(spec) * layer_bytes
+    weights = layers + spec.vocab_size * spec.embedding_size * dtype.itemsize
     num_steps = max(r.output_tokens for r in requests) - 1
-    return float(num_keys * per_token + num_steps * weights * dtype.itemsize)
+    return float(num_keys * per_token + num_steps * weights)
 
 
 def kv_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

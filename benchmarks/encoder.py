@@ -23,11 +23,22 @@ from benchmarks.bert import (
     finish_layer,
     random_bert,
 )
-from benchmarks.gpu import DTYPES, Gpu, Work, cpu_suite, gpu_suite, graph_us, left_out, wall_us
+from benchmarks.gpu import (
+    DTYPES,
+    FP8,
+    Gpu,
+    Work,
+    cpu_suite,
+    gpu_suite,
+    graph_us,
+    left_out,
+    wall_us,
+    without_fp8,
+)
 from benchmarks.lengths import Lengths, bytetransformer, dense
 from benchmarks.measure import encoder_flop
 from benchmarks.right_runs import right_runs
-from benchmarks.suite import Measurement, Suite, is_selected, measured
+from benchmarks.suite import Measurement, Suite, measured
 from benchmarks.whole_models import (
     DEBERTA_SIZES,
     MODERNBERT_SIZES,
@@ -38,9 +49,8 @@ from benchmarks.whole_models import (
     load_whole_model,
 )
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.errors import BytetxError, OptionError
+from bytetx.errors import OptionError
 from bytetx.nn.transformer import Transformer
-from bytetx.ops import native
 
 # ByteTransformer's kernels cannot run in this process. What its authors' program gave on an H200
 # with its best settings for each longest sequence, in ms; said beside the case, never recorded.
@@ -61,7 +71,6 @@ _GRAPHS = (
     "packed-torch-graph",
     "packed-torch-compiled",
 )  # others: as launched
-FP8 = "fp8"
 _CPU_SIZES, _CPU_ROUNDS = ("modernbert-base", "deberta-v3-base"), 3
 
 
@@ -94,23 +103,6 @@ def suite(
         return cpu_suite("encoder", cpu_shapes(), contest.measure_on_cpu, **options)
     chosen = without_fp8(shapes(), patterns, contest.notes)
     return gpu_suite("encoder", chosen, contest.measure, **options)
-
-
-def without_fp8(shapes: list[Shape], patterns: list[str], notes: list[str]) -> list[Shape]:
-    """The shapes that this GPU runs; `notes` gets a line for FP8 ones that are left out.
-
-    Raises BytetxError where the patterns select no other.
-    """
-    reason = native.why_no_kernel("fp8_linear", torch.device("cuda"))
-    chosen = [shape for shape in shapes if is_selected(shape.name, patterns)]
-    names = [shape.name for shape in chosen if shape.dtype == FP8]
-    if reason is None or not names or not torch.cuda.is_available():
-        return shapes
-    line = f"{', '.join(names)}: dtype fp8 cannot run here: {reason}"
-    if len(names) == len(chosen):
-        raise BytetxError(line)
-    notes.append(f"left out: {line}")
-    return [shape for shape in shapes if shape.dtype != FP8]
 
 
 def shapes() -> list[Shape]:

@@ -1,8 +1,10 @@
-"""Suite `generate`: ragged prompts and answers on a GPU, against transformers."""
+"""Suite `generate`: ragged prompts and answers on a GPU, against transformers; FP8 against bf16."""
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from benchmarks.causal import (
     uniform_requests,
 )
 from benchmarks.generate_rivals import measure_transformers
-from benchmarks.gpu import DTYPES, Gpu, Work, gpu_suite
+from benchmarks.gpu import DTYPES, FP8, Gpu, Work, gpu_suite, without_fp8
 from benchmarks.suite import Measurement, Suite
 from bytetx.generate.engine import GenerationEngine
 from bytetx.model import Model
@@ -31,7 +33,10 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One case: a model of SHAPES, its requests, and who else runs them."""
+    """One case: a model of SHAPES, its requests, and who else runs them.
+
+    dtype: a key of DTYPES, or FP8, which is beside our own bf16.
+    """
 
     name: str
     model: str
@@ -42,8 +47,10 @@ class Shape:
 
 
 def suite(*, patterns: list[str]) -> Suite:
-    packages = ("transformers",)
-    return gpu_suite("generate", shapes(), measure, patterns=patterns, unit="s", packages=packages)
+    notes: list[str] = []
+    chosen = without_fp8(shapes(), patterns, notes)
+    options: dict[str, Any] = {"patterns": patterns, "unit": "s", "packages": ("transformers",)}
+    return gpu_suite("generate", chosen, partial(measure, notes=notes), **options)
 
 
 def shapes() -> list[Shape]:
@@ -73,24 +80,40 @@ def shapes() -> list[Shape]:
             note="one sequence: the fraction of the floor is the share of the memory rate reached",
         ),
         Shape("gpt2-124m-64x128", "gpt2-124m", tuple(uniform_requests(64, (50, 500), (128, 128)))),
+        *(
+            Shape(f"llama-8b-4-{name}-fp8", "llama-8b-4", tuple(requests), FP8, has_rivals=False)
+            for name, requests in (
+                ("prefill-8x2048", uniform_requests(8, (2048, 2048), (1, 1))),
+                ("64x128", uniform_requests(64, (100, 100), (128, 128))),
+                ("1x256", uniform_requests(1, (100, 100), (256, 256))),
+            )
+        ),
     ]
 
 
-def measure(shape: Shape, gpu: Gpu) -> Measurement:
+def measure(shape: Shape, gpu: Gpu, *, notes: Sequence[str] = ()) -> Measurement:
     """Seconds from the first request to the last token, greedy, without ends of text."""
-    dtype, requests = DTYPES[shape.dtype], shape.requests
+    is_fp8, requests = shape.dtype == FP8, shape.requests
+    dtype = torch.bfloat16 if is_fp8 else DTYPES[shape.dtype]
     rivals: dict[str, float] = {}
-    notes = [shape.note] if shape.note else []
+    notes = [*notes, *([shape.note] if shape.note else [])]
+    sizes: dict[str, int] = {}
     with random_checkpoint(shape.model, dtype) as folder:
-        ours = _measure_ours(shape, folder)
+        ours = _measure_ours(shape, folder, FP8 if is_fp8 else dtype)
+        if is_fp8:
+            plain = _measure_ours(shape, folder, dtype)
+            rivals["ours-bf16"] = plain.seconds
+            sizes["bf16_peak_mib"] = plain.peak_bytes // _MIB
         if shape.has_rivals:
             (num_tokens,) = {r.output_tokens for r in requests}
             prompts = random_prompts(requests, vocab_size=ours.spec.vocab_size, seed=0)
             rivals, more = measure_transformers(folder, dtype, prompts, num_tokens)
             notes += more
     spec = ours.spec
-    decode = Work(decode_bytes(spec, requests, dtype))
-    prefill = prefill_work(spec, requests)
+    layer_bytes = 1 if is_fp8 else dtype.itemsize
+    layers_speed = gpu.fp8_flops / gpu.rates.gemm_flops if is_fp8 else 1.0
+    decode = Work(decode_bytes(spec, requests, dtype, layer_bytes=layer_bytes))
+    prefill = prefill_work(spec, requests, layers_speed=layers_speed)
     output_tokens = sum(r.output_tokens for r in requests)
     return Measurement(
         ours=ours.seconds,
@@ -105,6 +128,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
             "graphs": ours.num_graphs,
             "peak_mib": ours.peak_bytes // _MIB,
             "computed_mib": ours.computed_bytes // _MIB,
+            **sizes,
         },
         notes=tuple(notes),
     )
@@ -125,10 +149,10 @@ class _Found:
     computed_bytes: int
 
 
-def _measure_ours(shape: Shape, folder: Path) -> _Found:
+def _measure_ours(shape: Shape, folder: Path, dtype: str | torch.dtype) -> _Found:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    model = bytetx.load(folder, device="cuda", dtype=DTYPES[shape.dtype])
+    model = bytetx.load(folder, device="cuda", dtype=dtype)
     sizes = {
         "kv_cache_tokens": sum(
             r.prompt_tokens + r.output_tokens + _PAGES_EACH for r in shape.requests

@@ -12,11 +12,13 @@ import torch
 
 from benchmarks.measure import device_name
 from benchmarks.rivals import versions
-from benchmarks.suite import Case, Measurement, Suite, select
+from benchmarks.suite import Case, Measurement, Suite, is_selected, select
 from bytetx.errors import BytetxError
+from bytetx.ops import native
 from bytetx.runtime.cuda_graphs import capture
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+FP8 = "fp8"
 Run = Callable[[], object]
 
 SAMPLES = 5
@@ -101,6 +103,23 @@ class Gpu:
             out_dtype=torch.float16,
         )
         return 2 * _GEMM_SIZE**3 / graph_us({"gemm": run})["gemm"] * 1e6
+
+
+def without_fp8(shapes: Sequence[S], patterns: list[str], notes: list[str]) -> Sequence[S]:
+    """The shapes that this GPU runs; `notes` gets a line for FP8 ones that are left out.
+
+    Raises BytetxError where the patterns select no other.
+    """
+    reason = native.why_no_kernel("fp8_linear", torch.device("cuda"))
+    chosen = [shape for shape in shapes if is_selected(shape.name, patterns)]
+    names = [shape.name for shape in chosen if shape.dtype == FP8]
+    if reason is None or not names or not torch.cuda.is_available():
+        return shapes
+    line = f"{', '.join(names)}: dtype fp8 cannot run here: {reason}"
+    if len(names) == len(chosen):
+        raise BytetxError(line)
+    notes.append(f"left out: {line}")
+    return [shape for shape in shapes if shape.dtype != FP8]
 
 
 def gpu_suite(

@@ -83,6 +83,7 @@ _OURS = {
     "one-gpu",
     "bytetx-nccl",
     "ours-fp16",
+    "ours-bf16",
 }  # other ways to run bytetx, no rivals
 
 

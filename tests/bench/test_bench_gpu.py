@@ -201,9 +201,13 @@ def test_work_of_generation_is_counted_by_hand() -> None:
     layer = 8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 16
     flop = 2 * 3 * layer * 4 + 4 * 3 * 8 * (3 * 4 // 2 + 1)
     assert causal.prefill_work(spec, requests).flop == flop
+    faster = causal.prefill_work(spec, requests, layers_speed=2.0)
+    assert flop - faster.flop == 3 * layer * 4
     keys = (3 + 1) + (1 + 1) + (1 + 2) + (1 + 3)  # that each token after the first reads
-    read = 2 * (keys * 3 * 2 * 4 + 3 * (3 * layer + 80))
-    assert causal.decode_bytes(spec, requests, torch.bfloat16) == read
+    for layer_bytes in (2, 1):
+        read = 2 * keys * 3 * 2 * 4 + 3 * (3 * layer * layer_bytes + 80 * 2)
+        found = causal.decode_bytes(spec, requests, torch.bfloat16, layer_bytes=layer_bytes)
+        assert found == read
     drawn = causal.uniform_requests(500, (100, 1024), (7, 7))
     assert {r.output_tokens for r in drawn} == {7} and drawn[0] == causal.uniform_requests(
         1, (100, 1024), (7, 7)
@@ -281,7 +285,7 @@ def test_encoder_measures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_encoder_measures_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bert.SIZES, "tiny", TINY)
-    shape = encoder.Shape("tiny-fp8", "tiny", np.array([3, 40, 1]), encoder.FP8)
+    shape = encoder.Shape("tiny-fp8", "tiny", np.array([3, 40, 1]), gpu.FP8)
     found = encoder.Contest().measure(shape, gpu.Gpu())
     check(found, rivals={"ours-fp16"})
     assert 0.99 < found.shape["cosine"] <= 1  # rounded
@@ -293,15 +297,15 @@ def test_fp8_cases_are_refused_by_name_where_they_cannot_run(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     shapes, notes = encoder.shapes(), list[str]()
     with native.without_kernels("cuda"):
-        kept = encoder.without_fp8(shapes, ["base-ln128"], notes)
-        assert [shape for shape in shapes if shape.dtype != encoder.FP8] == kept
+        kept = gpu.without_fp8(shapes, ["base-ln128"], notes)
+        assert [shape for shape in shapes if shape.dtype != gpu.FP8] == kept
         assert notes == [
             "left out: base-ln128x256-fp8: dtype fp8 cannot run here: "
             "the native kernels for cuda are switched off"
         ]
         with pytest.raises(BytetxError, match="^base-ln128x256-fp8: dtype fp8 cannot run here"):
-            encoder.without_fp8(shapes, ["base-ln128x256-fp8"], notes)
-        assert encoder.without_fp8(shapes, ["deberta"], notes) == shapes
+            gpu.without_fp8(shapes, ["base-ln128x256-fp8"], notes)
+        assert gpu.without_fp8(shapes, ["deberta"], notes) == shapes
 
 
 @pytest.mark.gpu
