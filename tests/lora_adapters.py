@@ -18,7 +18,7 @@ def save_adapter(
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.2)
-            elif "modules_to_save" in name:
+            elif parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape))
     model.save_pretrained(folder)
     return model.eval()

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,8 @@ from bytetx.checkpoint.side_files import (
     table_of,
 )
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.checkpoint.weights import (
-    LowRank,
-    Weights,
-    canonical_name,
-    read_header,
-)
+from bytetx.checkpoint.weight_changes import BiasChange, Change, LowRank
+from bytetx.checkpoint.weights import Weights, canonical_name, read_header
 from bytetx.errors import CheckpointError
 
 _FILE = "adapter_model.safetensors"
@@ -43,6 +39,8 @@ _CONFIG: dict[str, Field] = {
     "r": integer(1, MAX_RANK),
     "lora_alpha": number(0, MAX_ALPHA),
     "use_rslora": FLAG,
+    "use_dora": FLAG,
+    "lora_bias": FLAG,
     "fan_in_fan_out": FLAG,
     "init_lora_weights": either(FLAG, TEXT),
     "target_modules": either(TEXT, list_of(TEXT)),
@@ -61,16 +59,22 @@ _HARMLESS = frozenset(
 )
 # Values of init_lora_weights that leave the base model's weights as they are.
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+# Beginnings of those that take the factors' first values from the weights.
+_SUBTRACTED_STARTS = ("pissa", "olora", "corda", "lora_ga")
+_BIASES = (None, "none", "all", "lora_only")
 
-# Endings of a tensor's name, and the factor that it holds.
+# Endings of a module's tensors, and what they are.
 _ENDINGS = {
-    ".lora_A.weight": ("a", ""),
-    ".lora_B.weight": ("b", ""),
-    ".lora_embedding_A": ("a", " of an embedding"),
-    ".lora_embedding_B": ("b", " of an embedding"),
+    ".lora_A.weight": "lora_A",
+    ".lora_B.weight": "lora_B",
+    ".lora_B.bias": "lora_B.bias",
+    ".lora_embedding_A": "lora_embedding_A",
+    ".lora_embedding_B": "lora_embedding_B",
+    ".lora_magnitude_vector": "lora_magnitude_vector",
 }
-# A weight of the base model that is saved beside its factors, as peft does for embeddings.
-_BASE_LAYER = ".base_layer.weight"
+# With bias="all" peft saves biases of modules_to_save under these names, too: those that they stand
+# in for, and their own once more.
+_WRAPPED = re.compile(r"\.(original_module|modules_to_save)\.")
 _MERGE = "merge the two (peft's merge_and_unload, then save_pretrained), and load the result"
 
 
@@ -78,12 +82,19 @@ _MERGE = "merge the two (peft's merge_and_unload, then save_pretrained), and loa
 class Lora:
     """An adapter, by the names that the base model's tensors have in a checkpoint.
 
-    added: what is added to weights, to a stack of several by each of its parts.
+    added: what is added to weights and biases, to a stack of several by each of its parts.
     replaced: tensors that take the place of the base model's, before something is added to them.
     """
 
-    added: Mapping[str, tuple[LowRank, ...]]
+    added: Mapping[str, tuple[Change, ...]]
     replaced: Mapping[str, SavedTensor]
+
+    def without(self, names: Container[str]) -> "Lora":
+        """What it changes beside the tensors of these names."""
+        return Lora(
+            {name: changes for name, changes in self.added.items() if name not in names},
+            {name: tensor for name, tensor in self.replaced.items() if name not in names},
+        )
 
 
 def merge_lora(folder: Path, weights: Weights, spec: ModelSpec) -> None:
@@ -92,24 +103,52 @@ def merge_lora(folder: Path, weights: Weights, spec: ModelSpec) -> None:
     Raises CheckpointError for an adapter that is damaged or cannot be merged into the weights.
     """
     lora = read_lora(folder, weights, spec)
+    if missing := [name for name in lora.added if name not in weights]:
+        raise CheckpointError(
+            f"{folder / _FILE} adds to {min(missing)!r}, a bias that the base model lacks, so that "
+            "nothing can merge the two: load the base model with the adapter beside it "
+            '(bytetx.load(base, adapters={"name": folder}), and adapter="name" in calls)'
+        )
     weights.change(lora.added, lora.replaced)
 
 
 def read_lora(folder: Path, weights: Weights, spec: ModelSpec) -> Lora:
     """The adapter in a folder, by the names of `weights`, of the base model; reads headers only.
 
-    Raises CheckpointError for an adapter that is damaged or cannot be merged into the weights.
+    It may add to biases of linear layers that have none.
+    Raises CheckpointError for an adapter that is damaged or does not fit the weights.
     """
-    added, replaced = _read_lora(folder, spec)
+    low_ranks, biases, replaced = _read_lora(folder, spec)
     path, places = folder / _FILE, _places(spec)
-    placed: dict[str, tuple[LowRank, ...]] = {}
-    changes: list[tuple[str, tuple[int, ...], range | None]] = []
-    for module, low_rank in added.items():
-        name, rows = places.get(module, (module, None))
-        changes.append((name, low_rank.shape, rows))
-        part = low_rank if rows is None else replace(low_rank, first_row=rows.start)
-        placed[name] = (*placed.get(name, ()), part)
-    changes += [(name, tensor.shape, None) for name, tensor in replaced.items()]
+    placed: dict[str, tuple[Change, ...]] = {}
+    kept: dict[str, SavedTensor] = {}
+    sizes: list[tuple[str, tuple[int, ...], range | None]] = []
+    added: list[tuple[str, Change]] = []
+    for name, tensor in replaced.items():
+        place, rows = places.get(name, (name, None))
+        if rows is not None and name.endswith(".bias"):
+            added.append((name, BiasChange(tensor, replaces=True)))
+            continue
+        place = place if rows is None else name  # a part of a stacked weight is not replaced
+        kept[place] = tensor
+        sizes.append((place, tensor.shape, None))
+    for name, change in (*added, *low_ranks.items(), *biases.items()):
+        place, rows = places.get(name, (name, None))
+        first_row = 0 if rows is None else rows.start
+        placed[place] = (*placed.get(place, ()), replace(change, first_row=first_row))
+        if place in weights or name not in biases:
+            sizes.append((place, change.shape, rows))
+    _check_sizes(path, sizes, weights, spec)
+    return Lora(placed, kept)
+
+
+def _check_sizes(
+    path: Path,
+    changes: Sequence[tuple[str, tuple[int, ...], range | None]],
+    weights: Weights,
+    spec: ModelSpec,
+) -> None:
+    """Raises CheckpointError where (tensor, shape, rows of a stack) does not fit the weights."""
     names = {name for name, _, _ in changes}
     if missing := sorted(name for name in names if name not in weights):
         raise CheckpointError(
@@ -132,16 +171,20 @@ def read_lora(folder: Path, weights: Weights, spec: ModelSpec) -> Lora:
                 f"shape {wanted}; the adapter is of another model, or its vocabulary "
                 f"or labels were extended: {_MERGE}"
             )
-    return Lora(placed, replaced)
 
 
 def _places(spec: ModelSpec) -> dict[str, tuple[str, range | None]]:
-    """Where the files have a weight of transformers' class, by its name there: the tensor, and its
-    rows in one that stacks several.  Only of families whose files name them otherwise."""
+    """Where the files have a weight or bias of transformers' class, by its name there: the tensor,
+    and its rows in one that stacks several.  Only of families whose files name them otherwise."""
     modules = spec.family_table.get("modules")
     if modules is None or spec.layer_spec.qkv not in ("separate", "stacked"):
         return {}
-    places: dict[str, tuple[str, range | None]] = {}
+    places: dict[str, tuple[str, range | None]] = {
+        f"{module}.{part}": (f"{spec.embeddings[key]}.{part}", None)
+        for key, module in modules.get("embeddings", {}).items()
+        if key in spec.embeddings
+        for part in ("weight", "bias")
+    }
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     rows = {
         "q": range(q_rows),
@@ -153,16 +196,17 @@ def _places(spec: ModelSpec) -> dict[str, tuple[str, range | None]]:
         for key, module in modules["layer"].items():
             stacked = key in rows and "qkv" in names
             if stacked or key in names:
-                name = f"{names['qkv' if stacked else key]}.weight"
-                places[f"{module.replace('{i}', str(i))}.weight"] = (
-                    name,
-                    rows[key] if stacked else None,
-                )
+                stem, own = names["qkv" if stacked else key], rows[key] if stacked else None
+                for part in ("weight", "bias"):
+                    places[f"{module.replace('{i}', str(i))}.{part}"] = (f"{stem}.{part}", own)
     return places
 
 
-def _read_lora(folder: Path, spec: ModelSpec) -> tuple[dict[str, LowRank], dict[str, SavedTensor]]:
-    """(what is added, what is replaced) by the adapter in a folder, by the names that it gives.
+def _read_lora(
+    folder: Path, spec: ModelSpec
+) -> tuple[dict[str, LowRank], dict[str, BiasChange], dict[str, SavedTensor]]:
+    """What the adapter in a folder adds to weights and to biases, and what it replaces, by the
+    names that it gives.
 
     Raises CheckpointError for an adapter that is damaged or cannot be merged into the weights.
     """
@@ -170,34 +214,37 @@ def _read_lora(folder: Path, spec: ModelSpec) -> tuple[dict[str, LowRank], dict[
     path = folder / _FILE
     if not path.is_file():
         raise CheckpointError(_no_tensors(folder))
-    factors: dict[tuple[str, str], dict[str, SavedTensor]] = {}
+    modules: dict[str, dict[str, SavedTensor]] = {}
     replaced: dict[str, SavedTensor] = {}
-    bases: dict[str, SavedTensor] = {}
+    bases: dict[str, SavedTensor] = {}  # of modules with factors
     for tensor in read_header(path):
         if not tensor.name.startswith(_WRAPPER):
             raise _unknown_tensor(path, tensor)
         name = tensor.name.removeprefix(_WRAPPER)
         ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
         if ending is not None:
-            letter, kind = _ENDINGS[ending]
-            factors.setdefault((name.removesuffix(ending), kind), {})[letter] = tensor
-        elif "lora_" in name or not name.endswith((".weight", ".bias")):
+            modules.setdefault(name.removesuffix(ending), {})[_ENDINGS[ending]] = tensor
+            continue
+        if "lora_" in name or not name.endswith((".weight", ".bias")):
             raise _unknown_tensor(path, tensor)
-        elif name.endswith(_BASE_LAYER):
-            name = f"{name.removesuffix(_BASE_LAYER)}.weight"
-            bases[canonical_name(name, spec.prefixes)] = tensor
-        else:
-            replaced[canonical_name(name, spec.prefixes)] = tensor
-    if not factors and not replaced:
+        if _WRAPPED.search(name):
+            continue
+        plain = name.replace(".base_layer.", ".")
+        found = replaced if plain == name else bases
+        found[canonical_name(plain, spec.prefixes)] = tensor
+    if not modules and not replaced and not bases:
         raise CheckpointError(f"{path} holds no tensors; save the adapter again")
-    added = {}
-    for (module, kind), pair in factors.items():
+    low_ranks, biases = {}, {}
+    for module, tensors in modules.items():
         name = canonical_name(f"{module}.weight", spec.prefixes)
-        if name in added or name in replaced:
+        if name in low_ranks or name in replaced:
             raise CheckpointError(f"{path} changes {name!r} twice; save the adapter again")
-        is_transposed = bool(kind) or _is_conv1d(name, spec)
-        added[name] = _low_rank(path, module, pair, config, is_transposed=is_transposed)
-    return added, bases | replaced
+        is_conv1d = _is_conv1d(name, spec)
+        low_ranks[name] = low_rank = _low_rank(path, module, tensors, config, is_conv1d=is_conv1d)
+        if (bias := tensors.get("lora_B.bias")) is not None:
+            bias_name = canonical_name(f"{module}.bias", spec.prefixes)
+            biases[bias_name] = BiasChange(bias, low_rank.scaling)
+    return low_ranks, biases, bases | replaced
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -205,9 +252,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise _not_merged(path, f"peft_type {kind!r}; bytetx merges LORA only")
-    if config.get("bias") not in (None, "none"):
-        raise _not_merged(path, f"bias {config['bias']!r}, trained biases of the base model")
+    if config.get("bias") not in _BIASES:
+        raise _not_merged(path, f"bias {config['bias']!r:.120}, which bytetx does not know")
     start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_SUBTRACTED_STARTS):
+        raise CheckpointError(
+            f"{path} has init_lora_weights {start!r:.120}, which changes the base model, too: save "
+            "it as a plain adapter (peft's save_pretrained(..., "
+            f"path_initial_model_for_weight_conversion=...)), or {_MERGE}"
+        )
     if start not in _PLAIN_STARTS:
         raise _not_merged(path, f"init_lora_weights {start!r}, which changes the base model, too")
     for key, value in config.items():
@@ -250,11 +303,12 @@ def _is_conv1d(name: str, spec: ModelSpec) -> bool:
 def _low_rank(
     path: Path,
     module: str,
-    pair: Mapping[str, SavedTensor],
+    tensors: Mapping[str, SavedTensor],
     config: Mapping[str, Any],
     *,
-    is_transposed: bool,
+    is_conv1d: bool,
 ) -> LowRank:
+    """tensors: those of the module, as _ENDINGS names them."""
     targets = config.get("target_modules")
     if isinstance(targets, list) and not any(
         module == target or module.endswith(f".{target}") for target in targets
@@ -263,11 +317,23 @@ def _low_rank(
             f"{path} changes the module {module!r:.200}, which is not in target_modules of "
             f"{ADAPTER_CONFIG}; the files are of two adapters, save one again"
         )
-    if pair.keys() != {"a", "b"}:
+    is_embedding = any(key.startswith("lora_embedding") for key in tensors)
+    names = ["lora_embedding_A", "lora_embedding_B"] if is_embedding else ["lora_A", "lora_B"]
+    wanted = {*names}
+    if config.get("use_dora"):
+        wanted.add("lora_magnitude_vector")
+    if config.get("lora_bias") and not is_embedding:
+        wanted.add("lora_B.bias")
+    if lacks := wanted - tensors.keys():
         raise CheckpointError(
-            f"{path} lacks lora_{'AB'['a' in pair]} of {module!r:.200}; save the adapter again"
+            f"{path} lacks {min(lacks)} of {module!r:.200}; save the adapter again"
         )
-    a, b = pair["a"], pair["b"]
+    if more := tensors.keys() - wanted:
+        raise CheckpointError(
+            f"{path} has {min(more)} of {module!r:.200}, which {ADAPTER_CONFIG} does not speak of "
+            "(use_dora, lora_bias); the files are of two adapters, save one again"
+        )
+    a, b = (tensors[name] for name in names)
     where = path.parent / ADAPTER_CONFIG
     rank = _of_pattern(where, "rank_pattern", config, module) or config.get("r") or 8
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
@@ -276,12 +342,20 @@ def _low_rank(
             f"{ADAPTER_CONFIG} says rank {rank}: they must be [{rank}, inputs] and [outputs, "
             f"{rank}]; save the adapter again, or, if it is of a convolution, {_MERGE}"
         )
+    for name in wanted.difference(names):
+        if tensors[name].shape != b.shape[:1]:
+            raise CheckpointError(
+                f"{path}: {name} of {module!r:.200} has shape {tensors[name].shape}, and its "
+                f"{names[1]} says {b.shape[:1]}; save the adapter again"
+            )
     alpha = _of_pattern(where, "alpha_pattern", config, module)
     if alpha is None:
         alpha = config.get("lora_alpha", 8)
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    is_transposed = is_embedding or is_conv1d
     left, right = (a, b) if is_transposed else (b, a)
-    return LowRank(left, right, scaling, is_transposed)
+    magnitude = tensors.get("lora_magnitude_vector")
+    return LowRank(left, right, scaling, is_transposed, magnitude=magnitude)
 
 
 def _of_pattern(where: Path, key: str, config: Mapping[str, Any], module: str) -> float | None:

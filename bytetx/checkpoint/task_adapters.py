@@ -17,7 +17,8 @@ from bytetx.checkpoint.side_files import (
     table_of,
 )
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.checkpoint.weights import LowRank, Weights
+from bytetx.checkpoint.weight_changes import LowRank
+from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError
 
 _CONFIG: dict[str, Field] = {
@@ -102,10 +103,17 @@ def _in_subfolders(folder: Path, weights: Weights, spec: ModelSpec) -> TaskAdapt
         if not (folder / name / ADAPTER_CONFIG).is_file():
             continue
         lora = read_lora(folder / name, weights, spec)
-        if lora.replaced:
+        plain = {
+            tensor: low_ranks
+            for tensor, changes in lora.added.items()
+            if (low_ranks := tuple(c for c in changes if isinstance(c, LowRank)))
+            and len(low_ranks) == len(changes)
+            and not any(low_rank.needs_all for low_rank in low_ranks)
+        }
+        if others := {*lora.replaced, *lora.added} - plain.keys():
             raise CheckpointError(
-                f"{folder / name} replaces {min(lora.replaced)!r:.200}; the adapter of a task may "
-                "add to weights only"
+                f"{folder / name} replaces, scales or adds a bias to {min(others)!r:.200}; the "
+                "adapter of a task may add to weights only"
             )
-        added[task] = lora.added
+        added[task] = plain
     return TaskAdapters(added, {}) if added else None

@@ -5,7 +5,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +24,7 @@ from bytetx.checkpoint.saved_tensor import (
 from bytetx.checkpoint.side_files import MAX_INDEX_BYTES, PATH, TABLE, read_json
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.static_table import as_floats
+from bytetx.checkpoint.weight_changes import Change
 from bytetx.errors import CheckpointError
 
 # The format's own limit: a longer header is a damaged length, not a list of tensors.
@@ -45,48 +45,6 @@ _OLD_NAMES = (
     (".beta", ".bias"),
     (".parametrizations.weight.original", ".weight"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """An addition to a weight [n, k]: scaling * left @ right, in f32.
-
-    left [n, r], right [r, k]; where is_transposed, they are saved as [r, n] and [k, r].
-    first_row: of a weight that stacks several, the row where the n rows begin.
-    """
-
-    left: SavedTensor
-    right: SavedTensor
-    scaling: float
-    is_transposed: bool = False
-    first_row: int = 0
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(n, k)"""
-        if self.is_transposed:
-            return self.left.shape[1], self.right.shape[0]
-        return self.left.shape[0], self.right.shape[1]
-
-    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(left [n, r], right [r, k]), f32."""
-        left, right = self.left.read(torch.float32), self.right.read(torch.float32)
-        return (left.t(), right.t()) if self.is_transposed else (left, right)
-
-    def add_to(self, weight: torch.Tensor, part: Part | None) -> None:
-        """weight: f32, the complete one or a part of it; changed in place."""
-        left, right = self.factors()
-        rows = range(self.first_row, self.first_row + len(left))
-        if part is not None and part.dim == 1:
-            right, part = take_part(right, part), None
-        place = 0  # in `weight`, of the first row of the next range
-        for wanted in (range(rows.stop),) if part is None else part.ranges:
-            start, stop = max(wanted.start, rows.start), min(wanted.stop, rows.stop)
-            if start < stop:
-                begin = place + start - wanted.start
-                some = left[start - rows.start : stop - rows.start]
-                weight[begin : begin + stop - start].addmm_(some, right, alpha=self.scaling)
-            place += len(wanted)
 
 
 class TensorReader(Protocol):
@@ -129,7 +87,7 @@ class Weights(Mapping[str, torch.Tensor]):
             is_transposed = spec.layer_spec.weight_layout == "conv1d"
             self._saved = decode_quantized(found, spec.quantization, is_transposed=is_transposed)
         self.used: set[str] = set()
-        self._added: Mapping[str, Sequence[LowRank]] = {}
+        self._added: Mapping[str, Sequence[Change]] = {}
         self._dtype: torch.dtype | None = None
         self._on_tensor = on_tensor
         self._reader: TensorReader | None = None
@@ -150,24 +108,26 @@ class Weights(Mapping[str, torch.Tensor]):
         return other
 
     def change(
-        self, added: Mapping[str, Sequence[LowRank]], replaced: Mapping[str, SavedTensor]
+        self, added: Mapping[str, Sequence[Change]], replaced: Mapping[str, SavedTensor]
     ) -> None:
         """Adds to tensors, or replaces them, when they are read; shapes and names must be theirs.
 
         A tensor that is added to is read in f32, and cast with what is added to it.
         """
-        self._added, self._saved = added, {**self._saved, **replaced}
+        other = self.changed(added, replaced)
+        self._added, self._saved = other._added, other._saved
 
     def changed(
         self,
-        added: Mapping[str, Sequence[LowRank]],
+        added: Mapping[str, Sequence[Change]],
         replaced: Mapping[str, SavedTensor] | None = None,
     ) -> "Weights":
         """These tensors with some replaced and more added to some; `used` is shared."""
-        other = copy.copy(self)
-        other._saved = {**self._saved, **(replaced or {})}
-        more = {name: (*self._added.get(name, ()), *low_ranks) for name, low_ranks in added.items()}
-        other._added = {**self._added, **more}
+        other, replaced = copy.copy(self), replaced or {}
+        other._saved = {**self._saved, **replaced}
+        kept = {name: own for name, own in self._added.items() if name not in replaced}
+        more = {name: (*kept.get(name, ()), *changes) for name, changes in added.items()}
+        other._added = {**kept, **more}
         return other
 
     def saved(self, name: str) -> SavedTensor:
@@ -214,9 +174,12 @@ class Weights(Mapping[str, torch.Tensor]):
             return self._reader.read(saved, self._dtype or saved.torch_dtype, part=part)
         if added is None:
             return saved.read(self._dtype, part=part)
-        tensor = saved.read(torch.float32, part=part)
-        for low_rank in added:
-            low_rank.add_to(tensor, part)
+        needed = None if any(change.needs_all for change in added) else part
+        tensor = saved.read(torch.float32, part=needed)
+        for change in added:
+            change.apply_to(tensor, needed)
+        if needed is None and part is not None:
+            tensor = take_part(tensor, part)
         return tensor.to(self._dtype or saved.torch_dtype)
 
     def __contains__(self, name: object) -> bool:

@@ -1,6 +1,6 @@
 """LoRA adapters beside a model: read from their folders, added and removed by name."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -12,7 +12,8 @@ from bytetx.arguments import check_adapter_name
 from bytetx.checkpoint.files import ADAPTER_CONFIG, resolve_adapter
 from bytetx.checkpoint.lora import Lora, read_lora
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.checkpoint.weights import LowRank, Weights
+from bytetx.checkpoint.weight_changes import LowRank
+from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.adapted_rows import Adapter
 from bytetx.nn.checkpoint_heads import Heads, load_heads
@@ -149,13 +150,13 @@ def load_adapter(checkpoint: LoadedCheckpoint, name: str, folder: Path) -> Loade
     weights = reopen_weights(checkpoint)
     spec, transformer = checkpoint.spec, checkpoint.transformer
     lora = read_lora(folder, weights, spec)
+    _check_dora(folder, lora)
     word = transformer.embeddings.word
     try:
         reader = _ChangeReader(spec, lora, weights, dtype=word.dtype, device=word.device)
         changes = reader.changes(transformer.layers.weights, transformer.embeddings.project)
         _check_positions(folder, spec, reader.used)
-        rest = {name: parts for name, parts in lora.added.items() if name not in reader.used}
-        heads = _load_heads(checkpoint, folder, weights, Lora(rest, lora.replaced))
+        heads = _load_heads(checkpoint, folder, weights, lora.without(reader.used))
         if word.is_cuda:  # steps run on a stream of their own
             torch.cuda.current_stream(word.device).synchronize()
     except (MemoryError, RuntimeError) as error:
@@ -168,6 +169,18 @@ def load_adapter(checkpoint: LoadedCheckpoint, name: str, folder: Path) -> Loade
     return LoadedAdapter(Adapter(name, folder, changes), heads)
 
 
+def _check_dora(folder: Path, lora: Lora) -> None:
+    """A scale of the base model's own weight is none of the sums that rows have of their own."""
+    scaled = [
+        name for name, changes in lora.added.items() if any(change.needs_all for change in changes)
+    ]
+    if scaled:
+        raise CheckpointError(
+            f"{folder} scales the base model's {min(scaled)!r} (DoRA), and an adapter of single "
+            f"requests may add to it only: {_MERGE}, or load the adapter's folder itself"
+        )
+
+
 def _check_positions(folder: Path, spec: ModelSpec, used: set[str]) -> None:
     """Disentangled attention multiplies its positions with the weights of queries and keys once."""
     relative = spec.layer_spec.disentangled
@@ -176,7 +189,7 @@ def _check_positions(folder: Path, spec: ModelSpec, used: set[str]) -> None:
     for i in range(spec.num_layers):
         names = spec.layer_names(i)
         for key in ("q", "k"):
-            if f"{names[key]}.weight" in used:
+            if not used.isdisjoint((f"{names[key]}.weight", f"{names[key]}.bias")):
                 raise CheckpointError(
                     f"{folder} changes {names[key]!r}, with which {spec.family} projects relative "
                     f"positions, once for all texts: {_MERGE}"
@@ -217,12 +230,26 @@ def _load_heads(checkpoint: LoadedCheckpoint, folder: Path, weights: Weights, re
         more = f" and {len(others) - 1} more tensors" if len(others) > 1 else ""
         raise CheckpointError(
             f"{folder} changes {others[0]!r}{more}, and an adapter of single requests may change "
-            "linear layers of attention and of dense feed-forward layers, the projection of an "
-            "embedding, and heads of "
+            "linear layers of attention and of dense feed-forward layers with their biases, the "
+            "projection of an embedding, and heads of "
             "classification, tags, answers and masked tokens, but no embedding, norm, expert or "
             f"language model head: {_MERGE}, or load the adapter's folder itself"
         )
     return heads
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What is added to a linear layer, f32: b [n, rank] @ a [rank, k], and bias [n] or None."""
+
+    b: Tensor
+    a: Tensor
+    bias: Tensor | None
+
+    def in_order(self, ordered: Callable[[Tensor], Tensor]) -> "_Change":
+        """The change of a layer with its outputs in another order."""
+        bias = None if self.bias is None else ordered(self.bias)
+        return _Change(ordered(self.b), self.a, bias)
 
 
 class _ChangeReader:
@@ -240,7 +267,7 @@ class _ChangeReader:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self._spec, self._added, self._weights = spec, lora.added, weights
+        self._spec, self._lora, self._weights = spec, lora, weights
         self._is_transposed = spec.layer_spec.weight_layout == "conv1d"
         self._dtype, self._device = dtype, device
         self.used: set[str] = set()
@@ -251,8 +278,8 @@ class _ChangeReader:
         """By id() of each weight.  project: of the embedding."""
         found: dict[int, LowRankChange] = {}
         key = "project_in" if self._spec.is_causal else "project"
-        if project is not None and (factors := self._of(self._spec.embeddings, key)) is not None:
-            found[id(project)] = self._placed(factors)
+        if project is not None and (change := self._of(self._spec.embeddings, key)) is not None:
+            found[id(project)] = self._placed(change)
         for i, layer in enumerate(layers):
             if id(layer.qkv) in found or id(layer.attn_out) in found:
                 continue  # layers that share their weights
@@ -262,25 +289,28 @@ class _ChangeReader:
                 first, out = layer.feed_forward.linears
                 parts += [(first, self._first(names, first.block))]
                 parts += [(out, self._of(names, "ffn_out"))]
-            for weight, factors in parts:
-                if factors is not None:
-                    found[id(weight)] = self._placed(factors)
+            for weight, change in parts:
+                if change is not None:
+                    found[id(weight)] = self._placed(change)
         return found
 
-    def _placed(self, factors: tuple[Tensor, Tensor]) -> LowRankChange:
-        b, a = (one.to(device=self._device, dtype=self._dtype).contiguous() for one in factors)
-        return LowRankChange(a, b)
+    def _placed(self, change: _Change) -> LowRankChange:
+        a, b, bias = (
+            None if one is None else one.to(device=self._device, dtype=self._dtype).contiguous()
+            for one in (change.a, change.b, change.bias)
+        )
+        assert a is not None and b is not None
+        return LowRankChange(a, b, bias)
 
-    def _qkv(self, names: Mapping[str, str]) -> tuple[Tensor, Tensor] | None:
+    def _qkv(self, names: Mapping[str, str]) -> _Change | None:
         if self._spec.layer_spec.qkv == "separate":
             return self._stacked(names, ("q", "k", "v"))
         found = self._of(names, "qkv")
         if found is None or self._spec.layer_spec.qkv != "interleaved":
             return found
-        b, a = found
-        return separate_heads(b, self._spec), a
+        return found.in_order(lambda rows: separate_heads(rows, self._spec))
 
-    def _first(self, names: Mapping[str, str], block: int) -> tuple[Tensor, Tensor] | None:
+    def _first(self, names: Mapping[str, str], block: int) -> _Change | None:
         """block: as of the weight."""
         keys = ("ffn_gate_up", "ffn_up_gate")
         key = next((key for key in keys if key in names), None)
@@ -290,46 +320,71 @@ class _ChangeReader:
             found = self._stacked(names, ("ffn_gate", "ffn_in"))
         else:
             return self._of(names, "ffn_in")
-        if found is None:
-            return None
-        b, a = found
-        halves = b.chunk(2)
-        gate, up = halves[::-1] if key == "ffn_up_gate" else halves
-        return in_turn(gate, up, block), a
 
-    def _stacked(
-        self, names: Mapping[str, str], keys: Sequence[str]
-    ) -> tuple[Tensor, Tensor] | None:
+        def turned(rows: Tensor) -> Tensor:
+            halves = rows.chunk(2)
+            gate, up = halves[::-1] if key == "ffn_up_gate" else halves
+            return in_turn(gate, up, block)
+
+        return None if found is None else found.in_order(turned)
+
+    def _stacked(self, names: Mapping[str, str], keys: Sequence[str]) -> _Change | None:
         """The changes of several tensors whose rows follow one another, as those of one."""
         found = [self._of(names, key) for key in keys]
-        if all(factors is None for factors in found):
+        changes = [change for change in found if change is not None]
+        if not changes:
             return None
         heights = [self._shape(names, key)[0] for key in keys]
-        a = torch.cat([factors[1] for factors in found if factors is not None])
-        b = a.new_zeros(sum(heights), len(a))
+        a = torch.cat([change.a for change in changes])
+        b, bias = a.new_zeros(sum(heights), len(a)), a.new_zeros(sum(heights))
         row = column = 0
-        for height, factors in zip(heights, found, strict=True):
-            if factors is not None:
-                own = factors[0]
-                b[row : row + height, column : column + own.shape[1]] = own
-                column += own.shape[1]
+        for height, change in zip(heights, found, strict=True):
+            rows = slice(row, row + height)
+            if change is not None:
+                rank = change.b.shape[1]
+                b[rows, column : column + rank] = change.b
+                column += rank
+                if change.bias is not None:
+                    bias[rows] = change.bias
             row += height
-        return b, a
+        has_bias = any(change.bias is not None for change in changes)
+        return _Change(b, a, bias if has_bias else None)
 
-    def _of(self, names: Mapping[str, str], key: str) -> tuple[Tensor, Tensor] | None:
-        """(b [n, rank], a [rank, k]), f32, of one tensor; None where nothing is added to it."""
-        if key not in names or not (parts := self._added.get(f"{names[key]}.weight")):
+    def _of(self, names: Mapping[str, str], key: str) -> _Change | None:
+        """The change of one linear layer; None where nothing is added to it."""
+        if key not in names:
             return None
-        self.used.add(f"{names[key]}.weight")
+        name, bias = f"{names[key]}.weight", self._bias(names, key)
+        parts = [p for p in self._lora.added.get(name, ()) if isinstance(p, LowRank)]
+        if not parts and bias is None:
+            return None
+        if parts:
+            self.used.add(name)
+        n, k = self._shape(names, key)
         factors = [self._factors(part) for part in parts]
-        a = torch.cat([right for _, right in factors])
-        b = a.new_zeros(self._shape(names, key)[0], len(a))
+        a = torch.cat([right for _, right in factors]) if parts else torch.zeros(0, k)
+        b = a.new_zeros(n, len(a))
         column = 0
         for part, (left, _) in zip(parts, factors, strict=True):
             rows = slice(part.first_row, part.first_row + len(left))
             b[rows, column : column + left.shape[1]] = left * part.scaling
             column += left.shape[1]
-        return b, a
+        return _Change(b, a, bias)
+
+    def _bias(self, names: Mapping[str, str], key: str) -> Tensor | None:
+        """What is added to the bias of one linear layer, which may have none: f32 [n]."""
+        name = f"{names[key]}.bias"
+        added, saved = self._lora.added.get(name, ()), self._lora.replaced.get(name)
+        if not added and saved is None:
+            return None
+        self.used.add(name)
+        before = torch.zeros(self._shape(names, key)[0])
+        if name in self._weights:
+            before = self._weights.cast(torch.float32)[name]
+        after = before.clone() if saved is None else saved.read(torch.float32)
+        for change in added:
+            change.apply_to(after, None)
+        return None if torch.equal(after, before) else after - before
 
     def _factors(self, part: LowRank) -> tuple[Tensor, Tensor]:
         left, right = part.factors()

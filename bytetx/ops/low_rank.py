@@ -21,13 +21,15 @@ LOW_RANK = Operation("low_rank")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankChange:
-    """x @ a.T @ b.T, which is added to a layer's x @ w.T; a scale is part of b.
+    """x @ a.T @ b.T + bias, which is added to a layer's x @ w.T; a scale is part of b.
 
-    a: [rank, k].  b: [n, rank].  Both contiguous, of one dtype and on one device.
+    a: [rank, k].  b: [n, rank]; rank may be 0.  bias: [n], or None.  All contiguous, of one dtype
+    and on one device.
     """
 
     a: Tensor
     b: Tensor
+    bias: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -35,7 +37,7 @@ class LowRankChange:
 
     @property
     def num_bytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
+        return self.a.nbytes + self.b.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +58,23 @@ class LowRankChanges:
             if change is not None:
                 _require_alike("a", change.a, (change.rank, self.k), like)
                 _require_alike("b", change.b, (self.n, change.rank), like)
+                if change.bias is not None:
+                    _require_alike("bias", change.bias, (self.n,), like)
 
     @cached_property
     def has_change(self) -> np.ndarray:
         """bool [num_owners]"""
         return np.array([change is not None for change in self.by_owner], dtype=bool)
+
+    @cached_property
+    def has_product(self) -> np.ndarray:
+        """bool [num_owners]: whether the rank is above 0."""
+        return np.array([c is not None and c.rank > 0 for c in self.by_owner], dtype=bool)
+
+    @cached_property
+    def has_bias(self) -> np.ndarray:
+        """bool [num_owners]"""
+        return np.array([c is not None and c.bias is not None for c in self.by_owner], dtype=bool)
 
     @cached_property
     def first(self) -> LowRankChange:
@@ -91,7 +105,7 @@ class LowRankChanges:
         return torch.tensor(rows, dtype=torch.int64, device=self.first.a.device)
 
 
-def _require_alike(name: str, t: Tensor, shape: tuple[int, int], other: Tensor) -> None:
+def _require_alike(name: str, t: Tensor, shape: tuple[int, ...], other: Tensor) -> None:
     is_alike = t.shape == shape and t.dtype == other.dtype and t.device == other.device
     if not is_alike or not t.is_contiguous():
         require_tensor(name, t, shape=shape, dtypes=(other.dtype,), device=other.device)
@@ -118,7 +132,21 @@ def add_low_rank(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankCh
         )
     if len(segments.stops) and segments.stops[-1] > x.shape[0]:
         raise ValueError(f"segments end at row {segments.stops[-1]}, x has {x.shape[0]} rows")
+    if changes.has_bias.any():
+        _add_biases(d, segments, changes)
     LOW_RANK.choose(x.device, x.dtype).run(d, x, segments, changes)
+
+
+def _add_biases(d: Tensor, segments: RowSegments, changes: LowRankChanges) -> None:
+    for owner in np.unique(segments.owners).tolist():
+        change = changes.by_owner[owner]
+        if change is None or change.bias is None:
+            continue
+        rows = segments.rows_of(owner)
+        if isinstance(rows, slice):
+            d[rows].add_(change.bias)
+        else:
+            d.index_add_(0, rows.to(d.device), change.bias.expand(len(rows), -1))
 
 
 @LOW_RANK.triton_kernel(beside="")
@@ -128,7 +156,7 @@ def _run_triton(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankCha
         x,
         segments,
         addresses=changes.addresses,
-        has_change=changes.has_change,
+        has_change=changes.has_product,
         max_rank=changes.max_rank,
     )
 
@@ -138,7 +166,7 @@ def _run_torch(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChan
     """Two products for each owner of rows, which are gathered where they are apart."""
     for owner in np.unique(segments.owners).tolist():
         change = changes.by_owner[owner]
-        if change is None:
+        if change is None or change.rank == 0:
             continue
         rows = segments.rows_of(owner)
         if isinstance(rows, slice):

@@ -36,7 +36,7 @@ def save_adapter(
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0, 0.3, generator=generator)
-            elif "modules_to_save" in name:
+            elif parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(folder)
     return model.merge_and_unload().eval()
@@ -81,6 +81,7 @@ def adapter(bert: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
+@pytest.mark.feature("Checkpoints", "DoRA, rsLoRA and trained biases")
 @pytest.mark.parametrize(
     "config",
     [
@@ -94,8 +95,18 @@ def adapter(bert: Path, tmp_path: Path) -> Path:
         {"target_modules": ["dense"], "layers_to_transform": [1], "init_lora_weights": "gaussian"},
         {"target_modules": ["word_embeddings", "query"], "r": 5},
         {"target_modules": ["query"], "modules_to_save": ["output.dense", "embeddings.LayerNorm"]},
+        {"target_modules": ["query", "output.dense"], "bias": "lora_only"},
+        {"target_modules": ["query", "value"], "bias": "all", "modules_to_save": ["pooler"]},
+        {"target_modules": "all-linear", "lora_bias": True, "bias": "lora_only", "lora_alpha": 12},
+        {"target_modules": ["query", "word_embeddings", "output.dense"], "use_dora": True},
+        {
+            "target_modules": ["query", "key"],
+            **{"use_dora": True, "use_rslora": True, "bias": "all"},
+            **{"rank_pattern": {"key": 2}, "alpha_pattern": {"query": 3}},
+        },
     ],
-    ids=["list", "rslora", "patterns", "layers", "embedding", "modules_to_save"],
+    ids=["list", "rslora", "patterns", "layers", "embedding", "modules_to_save"]
+    + ["lora_only", "all_biases", "lora_bias", "dora", "dora_patterns"],
 )
 def test_bert(config: dict[str, object], bert: Path, tmp_path: Path) -> None:
     merged = save_adapter(bert, tmp_path / "adapter", **config)
@@ -103,15 +114,65 @@ def test_bert(config: dict[str, object], bert: Path, tmp_path: Path) -> None:
     assert differs(tmp_path / "adapter", bert)
 
 
-def test_weights_saved_as_inputs_by_outputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"lora_bias": True, "bias": "all"}])
+def test_weights_saved_as_inputs_by_outputs(kind: dict[str, object], tmp_path: Path) -> None:
     base = save(tiny_decoder("gpt2", "Model"), tmp_path / "base")
     config = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
-    merged = save_adapter(base, tmp_path / "adapter", **config)
+    merged = save_adapter(base, tmp_path / "adapter", **config, **kind)
     assert_merged(load(tmp_path / "adapter"), merged)
     assert differs(tmp_path / "adapter", base)
 
 
-def test_a_classifier_and_its_new_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gte", "jina_embeddings_v3", "nomic_bert"])
+@pytest.mark.parametrize("kind", [{"use_dora": True}, {"lora_bias": True, "bias": "all"}])
+def test_files_that_stack_what_the_modules_separate(
+    family: str, kind: dict[str, object], tmp_path: Path
+) -> None:
+    model = tiny_model(family)
+    base = save(model, tmp_path / "base")
+    targets = ["q_proj", "v_proj", "o_proj"]
+    if family == "nomic_bert" and "lora_bias" in kind:
+        kind = {"bias": "all"}
+    merged = save_adapter(base, tmp_path / "adapter", target_modules=targets, **kind)
+    assert_merged(load(tmp_path / "adapter"), merged)
+    assert differs(tmp_path / "adapter", base)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_a_start_from_the_weights_saved_as_a_plain_adapter(
+    start: str, bert: Path, tmp_path: Path
+) -> None:
+    """peft saves the difference to the start, with twice the rank."""
+    kind = transformers.AutoModel.from_pretrained(bert)
+    config = peft.LoraConfig(target_modules=["query"], init_lora_weights=start, r=4)
+    model = peft.get_peft_model(kind, config)
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(tmp_path / "start")
+    model.peft_config["default"].init_lora_weights = start
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape) * 0.2)
+    model.save_pretrained(tmp_path / "raw")
+    with pytest.raises(CheckpointError, match=f"init_lora_weights '{start}'.*_for_weight_conv"):
+        load(tmp_path / "raw")
+    options = {"path_initial_model_for_weight_conversion": str(tmp_path / "start")}
+    model.save_pretrained(tmp_path / "adapter", **options)
+    assert_merged(load(tmp_path / "adapter"), model.merge_and_unload().eval())
+    assert differs(tmp_path / "adapter", bert)
+
+
+def test_biases_where_the_base_model_has_none(tmp_path: Path) -> None:
+    base = save(tiny_decoder("llama", "Model"), tmp_path / "base")
+    model = transformers.AutoModel.from_pretrained(base)
+    config = peft.LoraConfig(target_modules=["q_proj"], lora_bias=True)
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="q_proj.bias', a bias that .* lacks.*adapters={"):
+        load(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_a_classifier_and_its_new_head(bias: str, tmp_path: Path) -> None:
     """The names of the tensors have the prefix of the model with a head."""
     base = save_checkpoint(tmp_path / "base", head="ForSequenceClassification")
     merged = save_adapter(
@@ -120,6 +181,7 @@ def test_a_classifier_and_its_new_head(tmp_path: Path) -> None:
         transformers.AutoModelForSequenceClassification,
         task_type="SEQ_CLS",
         target_modules=["query", "key"],
+        bias=bias,
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     texts = [text for text in SENTENCES if text]
@@ -165,8 +227,17 @@ def test_an_adapter_of_a_head_that_is_the_embedding(tmp_path: Path) -> None:
         load(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_shards_of_merged_weights(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama", {}),
+        ("llama", {"use_dora": True}),
+        ("gpt2", {}),
+        ("gpt2", {"use_dora": True, "bias": "all"}),
+        ("gpt2", {"lora_bias": True, "bias": "lora_only"}),
+    ],
+)
+def test_shards_of_merged_weights(name: str, config: dict[str, object], tmp_path: Path) -> None:
     base = save(tiny_decoder(name), tmp_path / "base")
     save_adapter(
         base,
@@ -174,6 +245,7 @@ def test_shards_of_merged_weights(name: str, tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM,
         task_type="CAUSAL_LM",
         target_modules="all-linear",
+        **config,
     )
     workers, group = start_ranks(2, torch.device("cpu"))
     try:
@@ -243,10 +315,11 @@ def test_the_tokenizer_and_the_pooling_of_the_base(tmp_path: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type 'IA3'; bytetx merges LORA only"),
         ({"peft_type": "LOHA"}, "peft_type 'LOHA'"),
         ({"peft_type": None}, "peft_type None"),
-        ({"use_dora": True}, "use_dora True, an option"),
-        ({"bias": "all"}, "bias 'all', trained biases"),
-        ({"bias": "lora_only"}, "bias 'lora_only'"),
-        ({"lora_bias": True}, "lora_bias True"),
+        ({"use_dora": True}, "lacks lora_magnitude_vector of 'encoder.layer.0"),
+        ({"use_dora": "yes"}, "use_dora must be"),
+        ({"bias": "some"}, "bias 'some', which bytetx does not know"),
+        ({"lora_bias": True}, "lacks lora_B.bias of 'encoder.layer.0"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights 'loftq', which changes the base"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa', which changes the base"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
@@ -295,8 +368,19 @@ def put(**added: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], object]:
             r"changes 'pooler.dense.bias' by a tensor of shape \(2,\).*has shape \(48,\)",
         ),
         (put(encoder__weight=torch.ones(2)), "'encoder.weight' is none of a plain LoRA adapter"),
-        (put(base_model__model__a__lora_magnitude_vector=torch.ones(2)), "is none of a plain"),
-        (put(base_model__model__a__lora_B__bias=torch.ones(2)), "is none of a plain"),
+        (put(base_model__model__a__lora_C__bias=torch.ones(2)), "is none of a plain"),
+        (
+            put(base_model__model__a__query__lora_magnitude_vector=torch.ones(2)),
+            "lacks lora_A of 'a.query'",
+        ),
+        (
+            put(**{f"{FACTORS}B.bias": torch.ones(48)}),
+            "has lora_B.bias of .*, which adapter_config.json does not speak of",
+        ),
+        (
+            put(**{f"{FACTORS[:-5]}base_layer.bias": torch.ones(47)}),
+            r"changes 'encoder.layer.0.attention.self.query.bias' by a tensor of shape \(47,\)",
+        ),
         (lambda tensors: tensors.clear(), "holds no tensors"),
         (
             put(**{f"{FACTORS}A.weight": torch.ones(8, 48, 1, 1)}),
@@ -324,9 +408,13 @@ def test_tensors_that_are_refused(
         load(adapter)
 
 
-def test_dora_is_refused(bert: Path, tmp_path: Path) -> None:
+def test_lengths_of_another_layer_are_refused(bert: Path, tmp_path: Path) -> None:
     save_adapter(bert, tmp_path / "adapter", target_modules=["query"], use_dora=True)
-    with pytest.raises(CheckpointError, match="use_dora True.*merge the two .peft's merge_and_un"):
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{FACTORS}magnitude_vector"] = torch.ones(47)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"lora_magnitude_vector of .* has shape \(47,\)"):
         load(tmp_path / "adapter")
 
 

@@ -81,6 +81,54 @@ def test_each_text_has_its_adapters_hidden_states(name: str, tmp_path: Path) -> 
     assert not close(right["a"][2], right[None][2])
 
 
+@pytest.mark.feature("Checkpoints", "Adapters per request with biases")
+@pytest.mark.parametrize(
+    ("name", "configs"),
+    [
+        ("bert", ({"bias": "lora_only"}, {"lora_bias": True, "bias": "lora_only"})),
+        ("distilbert", ({"bias": "lora_only"}, {})),
+        ("albert", ({"bias": "lora_only", "lora_bias": True}, {})),
+        ("gpt2", ({"bias": "lora_only"}, {"lora_bias": True})),
+        ("gpt_neox", ({"bias": "lora_only"}, {"lora_bias": True})),
+        # Without biases of their own; peft cannot merge these.
+        ("llama", ({"lora_bias": True, "lora_alpha": 12}, {"bias": "all"})),
+        ("phi3", ({"lora_bias": True}, {})),
+        ("gemma3", ({"lora_bias": True}, {"bias": "all"})),
+    ],
+)
+def test_each_text_has_its_adapters_biases(
+    name: str, configs: tuple[dict[str, object], ...], tmp_path: Path
+) -> None:
+    base = base_of(name, tmp_path / "base")
+    ids, each = random_ids(SEQLENS), ["a", None, "b", "a", "b"]
+    models = {None: transformers.AutoModel.from_pretrained(base).eval()}
+    for seed, (adapter, config) in enumerate(zip("ab", configs, strict=True)):
+        models[adapter] = save_adapter(
+            base, tmp_path / adapter, seed=seed, target_modules="all-linear", **config
+        )
+    model = load(base, adapters={adapter: tmp_path / adapter for adapter in "ab"})
+    for adapters in (each, ["a"] * len(ids)):
+        found = model.hidden_states(ids, adapter=adapters)
+        for row, adapter, states in zip(ids, adapters, found, strict=True):
+            with torch.no_grad():
+                right = models[adapter](torch.tensor([row])).last_hidden_state[0]
+            assert close(states, right), adapter
+
+
+@pytest.mark.parametrize("name", ["gte", "jina_embeddings_v3"])
+def test_biases_of_layers_that_the_files_stack(name: str, tmp_path: Path) -> None:
+    """Also those of layers without factors."""
+    base = save(tiny_model(name), tmp_path / "base")
+    right = save_adapter(
+        base, tmp_path / "a", target_modules=["q_proj", "o_proj"], bias="lora_only", lora_bias=True
+    )
+    model = load(base, adapters={"a": tmp_path / "a"})
+    ids = random_ids(SEQLENS)
+    for row, states in zip(ids, model.hidden_states(ids, adapter="a"), strict=True):
+        with torch.no_grad():
+            assert close(states, right(torch.tensor([row])).last_hidden_state[0])
+
+
 @pytest.fixture
 def classifier(tmp_path: Path) -> Path:
     return save_checkpoint(tmp_path / "base", head="ForSequenceClassification")
@@ -398,8 +446,16 @@ def test_adapters_come_and_go_while_requests_run(bert: Model) -> None:
 @pytest.mark.parametrize(
     ("config", "change", "message"),
     [
-        ({"target_modules": ["query"], "use_dora": True}, {}, "use_dora True"),
-        ({"target_modules": ["query"], "bias": "all"}, {}, "bias 'all'"),
+        (
+            {"target_modules": ["query"], "use_dora": True},
+            {},
+            "scales the base model's 'encoder.layer.0.*DoRA.*merge_and_unload.*or load the adapter",
+        ),
+        (
+            {"target_modules": ["query"], "bias": "all"},
+            {},
+            "changes 'embeddings.LayerNorm.bias' and 4 more tensors",
+        ),
         ({"target_modules": ["word_embeddings", "query"]}, {}, "changes 'embeddings.word_emb"),
         (
             {"target_modules": ["query"], "modules_to_save": ["word_embeddings"]},
