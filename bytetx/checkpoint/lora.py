@@ -90,7 +90,7 @@ class Lora:
     replaced: Mapping[str, SavedTensor]
 
     def without(self, names: Container[str]) -> "Lora":
-        """What it changes beside the tensors of these names."""
+        """The changes of all other tensors than those of these names."""
         return Lora(
             {name: changes for name, changes in self.added.items() if name not in names},
             {name: tensor for name, tensor in self.replaced.items() if name not in names},
@@ -205,8 +205,8 @@ def _places(spec: ModelSpec) -> dict[str, tuple[str, range | None]]:
 def _read_lora(
     folder: Path, spec: ModelSpec
 ) -> tuple[dict[str, LowRank], dict[str, BiasChange], dict[str, SavedTensor]]:
-    """What the adapter in a folder adds to weights and to biases, and what it replaces, by the
-    names that it gives.
+    """(sums of weights, sums of biases, replaced tensors) of the adapter in a folder, by the names
+    that it gives.
 
     Raises CheckpointError for an adapter that is damaged or cannot be merged into the weights.
     """
@@ -216,7 +216,7 @@ def _read_lora(
         raise CheckpointError(_no_tensors(folder))
     modules: dict[str, dict[str, SavedTensor]] = {}
     replaced: dict[str, SavedTensor] = {}
-    bases: dict[str, SavedTensor] = {}  # of modules with factors
+    bases: dict[str, SavedTensor] = {}  # beside factors
     for tensor in read_header(path):
         if not tensor.name.startswith(_WRAPPER):
             raise _unknown_tensor(path, tensor)

@@ -1,4 +1,4 @@
-"""What an adapter does to a tensor of its base model: a low-rank sum, DoRA's scale, a bias."""
+"""Changes that an adapter makes to tensors of its base model: low-rank sums, lengths, biases."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -240,7 +240,7 @@ def _load_heads(checkpoint: LoadedCheckpoint, folder: Path, weights: Weights, re
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What is added to a linear layer, f32: b [n, rank] @ a [rank, k], and bias [n] or None."""
+    """An addition to a linear layer, f32: b [n, rank] @ a [rank, k], and bias [n] or None."""
 
     b: Tensor
     a: Tensor
@@ -372,7 +372,7 @@ class _ChangeReader:
         return _Change(b, a, bias)
 
     def _bias(self, names: Mapping[str, str], key: str) -> Tensor | None:
-        """What is added to the bias of one linear layer, which may have none: f32 [n]."""
+        """The addition to the bias of one linear layer, which may have none: f32 [n]."""
         name = f"{names[key]}.bias"
         added, saved = self._lora.added.get(name, ()), self._lora.replaced.get(name)
         if not added and saved is None:

@@ -158,8 +158,13 @@ def test_a_start_from_the_weights_saved_as_a_plain_adapter(
         load(tmp_path / "raw")
     options = {"path_initial_model_for_weight_conversion": str(tmp_path / "start")}
     model.save_pretrained(tmp_path / "adapter", **options)
-    assert_merged(load(tmp_path / "adapter"), model.merge_and_unload().eval())
+    merged, ids = load(tmp_path / "adapter"), random_ids(SEQLENS)
+    assert_merged(merged, model.merge_and_unload().eval())
     assert differs(tmp_path / "adapter", bert)
+    options = {"device": "cpu", "dtype": "float32", "adapters": {"a": tmp_path / "adapter"}}
+    beside = bytetx.load(bert, **options).hidden_states(ids, adapter="a")
+    pairs = zip(beside, hidden_states(merged, ids), strict=True)
+    assert all(np.allclose(a, b, rtol=0, atol=1e-4) for a, b in pairs)
 
 
 def test_biases_where_the_base_model_has_none(tmp_path: Path) -> None:
