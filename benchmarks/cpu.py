@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import bytetx
-from benchmarks import measure, rivals, sparse, texts
+from benchmarks import measure, rivals, sparse, static, texts
 from benchmarks.bert import random_checkpoint
 from benchmarks.cpu_generate import CASE as GENERATE_CASE
 from benchmarks.cpu_generate import (
@@ -30,6 +30,7 @@ from bytetx.cli.passages import english_passages
 from bytetx.ops.int8_linear import why_no_int8_linear
 
 SPARSE_CASE = "bert-base-fp32-splade"
+STATIC_CASE = "static-fp32"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INT8 = "int8"
 RIVALS = ("transformers", "openvino", "onnxruntime", "sentence-transformers")
@@ -48,6 +49,7 @@ class Sizes:
     profile_tokens: int = 4096
     num_memory_texts: int = 16384
     num_sparse_texts: int = 32
+    num_static_texts: int = 8192
     min_rounds: int = 2
     max_rounds: int = 3
     seconds: float = 60.0
@@ -56,7 +58,13 @@ class Sizes:
 
 
 QUICK = Sizes(
-    48, 4, 256, 512, num_sparse_texts=4, min_rounds=1, max_rounds=1, num_prompts=2, num_new_tokens=2
+    *(48, 4, 256, 512),
+    num_sparse_texts=4,
+    num_static_texts=64,
+    min_rounds=1,
+    max_rounds=1,
+    num_prompts=2,
+    num_new_tokens=2,
 )
 # The rivals of the larger model and of the length profiles: the reference and the fastest. All four
 # there would make a run take a quarter of an hour on two cores.
@@ -76,13 +84,13 @@ def suite(*, patterns: list[str], model: Path | None = None, quick: bool = False
     if model is not None and model.suffix == GGUF_SUFFIX:
         known = list(gguf_cases(model))
     if model is None:
-        known += [GENERATE_CASE, *LLAMA_CASES, SPARSE_CASE]
+        known += [GENERATE_CASE, *LLAMA_CASES, SPARSE_CASE, STATIC_CASE]
     if not any(is_selected(name, patterns) for name in known):
         raise none_fits(patterns, known)
     return Suite(
         name="cpu",
         device=measure.device_name(),
-        versions=rivals.versions((*RIVALS, "nncf", "llama-cpp-python")),
+        versions=rivals.versions((*RIVALS, "nncf", "llama-cpp-python", "model2vec")),
         cases=_cases(QUICK if quick else Sizes(), patterns, model),
     )
 
@@ -241,6 +249,16 @@ def _cases(sizes: Sizes, patterns: list[str], checkpoint: Path | None) -> Iterat
             yield Case(name, "us/token", "bf16" if is_llama else "fp32", measure_case)
     if is_selected(SPARSE_CASE, patterns):
         yield Case(SPARSE_CASE, "us/text", "fp32", partial(_measure_sparse, sizes, demo))
+    if is_selected(STATIC_CASE, patterns):
+        measure_static = partial(
+            static.measure_static,
+            english_passages(sizes.num_static_texts),
+            like=demo,
+            min_rounds=sizes.min_rounds,
+            max_rounds=sizes.max_rounds,
+            seconds=sizes.seconds,
+        )
+        yield Case(STATIC_CASE, "us/text", "fp32", measure_static)
 
 
 def _measure_sparse(sizes: Sizes, demo: Path) -> Measurement:

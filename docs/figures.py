@@ -47,6 +47,10 @@ MACHINES = {
     "cpu-avx512": ("cpu", "AMD EPYC family 25 model 17 stepping 1, 2 threads, AVX512 bf16"),
     "cpu-avx512-fast": ("cpu", "AMD EPYC, 2 threads, AVX512 bf16"),
     "cpu-avx512-serve": ("cpu", "AMD EPYC family 26 model 2 stepping 1, 2 threads, AVX512 bf16"),
+    "cpu-xeon": (
+        "cpu",
+        "Intel(R) Xeon(R) Processor family 6 model 207 stepping 2, 2 threads, AVX512 bf16",
+    ),
     "cpu-avx2": ("cpu", "AMD EPYC family 25 model 1 stepping 1, 2 threads, AVX2"),
     "h100": ("h100", "NVIDIA H100 80GB HBM3"),
     "2xh100": ("h100", "2 x NVIDIA H100 80GB HBM3"),
