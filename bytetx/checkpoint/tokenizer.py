@@ -405,7 +405,7 @@ def load_tokenizer(
         check_tokenizer(folder, backend)
     else:
         return None
-    _stop_sampling(path, backend)
+    _stop_sampling(folder, backend)
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     if input_names is not None:
         config.setdefault("model_input_names", list(input_names))
@@ -437,7 +437,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     _check_merges(path, raw)
     backend = _checked(str(path), lambda: tokenizers.Tokenizer.from_buffer(raw))
     check_tokenizer(path, backend)
-    _stop_sampling(path, backend)
+    _stop_sampling(path.parent, backend)
     return backend
 
 
@@ -472,7 +472,7 @@ def _follow_options(
     return converted.backend, converted.input_names
 
 
-def _stop_sampling(path: Path, backend: tokenizers.Tokenizer) -> None:
+def _stop_sampling(folder: Path, backend: tokenizers.Tokenizer) -> None:
     """Switches off a BPE model's dropout, which is for training: with it, the same text has other
     ids at each call, and no two results are equal."""
     dropout = getattr(backend.model, "dropout", None)
@@ -480,7 +480,7 @@ def _stop_sampling(path: Path, backend: tokenizers.Tokenizer) -> None:
         logger.warning(
             "%s: the tokenizer's dropout of %g, which makes ids random, is for training and is "
             "switched off",
-            *(path, dropout),
+            *(folder, dropout),
         )
         backend.model.dropout = None
 

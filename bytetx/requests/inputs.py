@@ -287,6 +287,8 @@ class InputReader:
                 errors.setdefault(index, self._too_many_ids(index, length, limit))
         # All ids lie within int32 here, but those of rows that are dropped.
         requests = replace(requests, token_ids=requests.token_ids.astype(np.int32, copy=False))
+        if self.tokenizer is not None and self.tokenizer.skipped_id is not None:
+            requests = requests.without(self.tokenizer.skipped_id)
         if not self.with_alignment:
             return requests
         frame = list(self.tokenizer.frame_ids) if self.tokenizer is not None else []

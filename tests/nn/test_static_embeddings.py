@@ -171,6 +171,8 @@ def test_every_way_leaves_unknown_tokens_out(tmp_path: Path) -> None:
     inputs = [text for text in INPUTS if len(text) < 60]
     wanted = model.embed(inputs).vectors
     np.testing.assert_array_equal(np.stack(list(model.embed(iter(inputs), stream=True))), wanted)
+    whole = [model.tokenizer.backend.encode(text).ids or text for text in inputs]
+    np.testing.assert_array_equal(model.embed(whole).vectors, wanted)
     # One chunk each.
     chunked = model.embed(inputs, overflow="chunk").vectors
     np.testing.assert_allclose(chunked, wanted, atol=1e-6)
