@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from fake_cuda import FakeEvent, FakeStream, fake_capture
+from static_models import bare, save_model2vec
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
@@ -78,6 +79,20 @@ def test_padded_steps_give_what_plain_ones_do(
         theirs = plain.embed(batch, pooling=pooling, normalize=True).vectors
         np.testing.assert_array_equal(ours, theirs)
     assert (queue.num_graphs > 3) == has_graphs
+
+
+@pytest.mark.parametrize("weights", ["plain", "mapped"])
+def test_padded_steps_of_a_static_embedding(weights: str, tmp_path: Path) -> None:
+    """Rows without layers, of texts without tokens, too."""
+    folder = bare(save_model2vec(tmp_path / "model", weights=weights))
+    plain = bytetx.load(folder, device="cpu", token_budget=200)
+    model, queue = queued(plain)
+    texts = ["", "鬱", "the quick fox", "jumps 鬱 over", "", "a dog"]
+    for count in range(1, len(texts) + 1):
+        for _ in range(3):
+            ours = model.embed(texts[:count]).vectors
+            np.testing.assert_array_equal(ours, plain.embed(texts[:count]).vectors)
+    assert queue.num_graphs > 1
 
 
 def test_outputs_of_tokens_end_with_the_last_text(plain: Model) -> None:

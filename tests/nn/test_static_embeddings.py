@@ -9,17 +9,16 @@ import pytest
 import torch
 from checkpoints import SENTENCES, edit_json, make_tokenizer, save_checkpoint, texts
 from model2vec import StaticModel
-from model2vec.quantization import quantize_embeddings
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
+from static_models import LIMIT, SIZE, bare, save_model2vec
 from tiny import one_thread, randomize  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.errors import CheckpointError, InputError, OptionError, TooLongError
 
-SIZE, LIMIT = 24, 32
 UNKNOWN = "鬱"  # in no vocabulary of the tests
 INPUTS = [
     *SENTENCES,
@@ -32,42 +31,6 @@ INPUTS = [
     "[SEP] [CLS] </s> fox",
 ]
 KINDS = ("wordpiece", "bpe", "unigram")
-
-
-def save_model2vec(
-    folder: Path, kind: str = "wordpiece", *, weights: str = "plain", limit: int | None = LIMIT
-) -> Path:
-    """A random model, as model2vec saves it: with sentence-transformers' modules.json.
-
-    weights: plain, weighted, mapped (a row for several tokens), int8 (and mapped), float16.
-    """
-    tokenizer = make_tokenizer(kind).backend_tokenizer
-    num_tokens, rng = tokenizer.get_vocab_size(), np.random.default_rng(0)
-    is_mapped = weights in ("mapped", "int8")
-    num_rows = num_tokens // 3 if is_mapped else num_tokens
-    table = rng.standard_normal((num_rows, SIZE)).astype(np.float32)
-    if weights == "int8":
-        table = quantize_embeddings(table, "int8")
-    if weights == "float16":
-        table = table.astype(np.float16)
-    model = StaticModel(
-        table,
-        tokenizer,
-        normalize=True,
-        weights=None
-        if weights in ("plain", "float16")
-        else rng.uniform(0.1, 2, num_tokens).astype(np.float32),
-        token_mapping=rng.integers(0, num_rows, num_tokens) if is_mapped else None,
-        max_length=limit,
-    )
-    model.save_pretrained(folder)
-    return folder
-
-
-def bare(folder: Path) -> Path:
-    """The same folder as one that model2vec alone describes."""
-    (folder / "modules.json").unlink()
-    return folder
 
 
 def embed(folder: Path, **options: object) -> np.ndarray:
