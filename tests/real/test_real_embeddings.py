@@ -78,6 +78,30 @@ def test_vectors_are_those_of_sentence_transformers(checkpoint: Path, lee_texts:
     assert off <= 1e-6
 
 
+@pytest.mark.parametrize("checkpoint", ["tokenlearn-static-model"], indirect=True)
+def test_vectors_are_those_of_model2vec(checkpoint: Path, human_ranks: dict[str, Rank]) -> None:
+    """Of words and of whole texts, and they rank words as people do."""
+    from model2vec import StaticModel
+
+    theirs, ours = StaticModel.from_pretrained(checkpoint), _unit_vectors(checkpoint, "float32")
+    for data, rank in human_ranks.items():
+        print(f"{checkpoint.name}, {data}: {(found := rank(_both(ours, theirs.encode))):.4f}")
+        assert found > 0.15  # of 64 numbers a token; chance stays within 0.1
+
+
+def _both(
+    ours: Callable[[list[str]], np.ndarray], theirs: Callable[[list[str]], np.ndarray]
+) -> Callable[[list[str]], np.ndarray]:
+    """Ours, once they have been held against theirs."""
+
+    def embed(texts: list[str]) -> np.ndarray:
+        vectors = ours(texts)
+        assert np.abs(vectors - theirs(texts)).max() <= 1e-6
+        return vectors
+
+    return embed
+
+
 @pytest.mark.parametrize("checkpoint", EMBEDDERS, indirect=True)
 def test_low_precision_ranks_as_float32_does(
     checkpoint: Path, human_ranks: dict[str, Rank], subtests: pytest.Subtests
