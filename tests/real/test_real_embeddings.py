@@ -80,13 +80,13 @@ def test_vectors_are_those_of_sentence_transformers(checkpoint: Path, lee_texts:
 
 @pytest.mark.parametrize("checkpoint", ["tokenlearn-static-model"], indirect=True)
 def test_vectors_are_those_of_model2vec(checkpoint: Path, human_ranks: dict[str, Rank]) -> None:
-    """Of words and of whole texts, and they rank words as people do."""
+    """Words and whole texts have the same vectors, which rank as people do."""
     from model2vec import StaticModel
 
     theirs, ours = StaticModel.from_pretrained(checkpoint), _unit_vectors(checkpoint, "float32")
     for data, rank in human_ranks.items():
         print(f"{checkpoint.name}, {data}: {(found := rank(_both(ours, theirs.encode))):.4f}")
-        assert found > 0.15  # of 64 numbers a token; chance stays within 0.1
+        assert found > 0.15  # vectors of 64 numbers; chance stays within 0.1
 
 
 def _both(
