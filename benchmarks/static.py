@@ -93,16 +93,22 @@ def _rival_runs(
 
 
 def _load(name: str, folder: Path) -> Callable[[Sequence[str]], np.ndarray]:
+    """Makes a rival of the table and the tokenizer; one that reads a folder may run code there."""
+    from safetensors.numpy import load_file
+    from tokenizers import Tokenizer
+
+    table = load_file(folder / "model.safetensors")["embeddings"]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     if name == "model2vec":
         from model2vec import StaticModel
 
-        static = StaticModel.from_pretrained(folder)
+        static = StaticModel(table, tokenizer, normalize=True)
         return lambda texts: static.encode([*texts], batch_size=_BATCH_SIZE)
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
 
-    modules: list[nn.Module] = [StaticEmbedding.from_model2vec(str(folder)), Normalize()]
-    encoder = SentenceTransformer(modules=modules, device="cpu")
+    modules: list[nn.Module] = [StaticEmbedding(tokenizer, embedding_weights=table), Normalize()]
+    encoder = SentenceTransformer(modules=modules, device="cpu", trust_remote_code=False)
 
     def encode(texts: Sequence[str]) -> np.ndarray:
         vectors: np.ndarray = encoder.encode(
