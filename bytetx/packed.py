@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from bytetx.adapter_rows import AdapterRows
 from bytetx.errors import InputError
 from bytetx.sequence_tree import SequenceTree
 
@@ -59,69 +60,6 @@ class Past:
             kv_seqlens=self.kv_seqlens.to(device, non_blocking=non_blocking),
             slot_mapping=self.slot_mapping.to(device, non_blocking=non_blocking),
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowSegments:
-    """Consecutive rows of a batch that have one owner of several; other rows have none.
-
-    starts, stops, owners: int64 [num_segments], ascending; a segment is rows start to stop - 1, and
-    owners[i] is the number of its owner, below num_owners.
-    plans: what a kernel has made of them, by the kernel's own keys, for the next layers of a pass.
-    """
-
-    starts: np.ndarray
-    stops: np.ndarray
-    owners: np.ndarray
-    num_owners: int
-    plans: dict[object, torch.Tensor] = field(default_factory=dict, repr=False)
-
-    def rows_of(self, owner: int) -> slice | torch.Tensor:
-        """The rows of an owner: a slice where they are consecutive, else int64 on the host."""
-        own = np.flatnonzero(self.owners == owner)
-        starts, stops = self.starts[own], self.stops[own]
-        if not len(own):
-            return slice(0, 0)
-        if (starts[1:] == stops[:-1]).all():
-            return slice(int(starts[0]), int(stops[-1]))
-        ranges = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
-        return torch.from_numpy(np.concatenate(ranges))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterRows:
-    """The adapters of a batch, each once, and the rows of each; the other rows are the base's.
-
-    adapters: what the transformer that runs the batch was given of them.
-    """
-
-    adapters: tuple[object, ...]
-    segments: RowSegments
-
-    @classmethod
-    def of(cls, adapters: np.ndarray | None) -> "AdapterRows | None":
-        """adapters: object [num_rows], each row's or None. None where no row has one."""
-        if adapters is None:
-            return None
-        # Rows are many and segments few: only the latter are looked at one by one.
-        changes = np.flatnonzero(adapters[1:] != adapters[:-1]) + 1
-        bounds = np.concatenate([[0], changes, [len(adapters)]])
-        starts, stops = bounds[:-1], bounds[1:]
-        numbers: dict[int, int] = {}
-        found: list[object] = []
-        owners = np.full(len(starts), -1, dtype=np.int64)
-        for i, adapter in enumerate(adapters[starts].tolist() if len(adapters) else ()):
-            if adapter is None:
-                continue
-            if id(adapter) not in numbers:
-                numbers[id(adapter)] = len(found)
-                found.append(adapter)
-            owners[i] = numbers[id(adapter)]
-        if not found:
-            return None
-        own = owners >= 0
-        segments = RowSegments(starts[own], stops[own], owners[own], len(found))
-        return cls(tuple(found), segments)
 
 
 @dataclass(frozen=True, slots=True)

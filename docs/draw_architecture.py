@@ -34,7 +34,15 @@ ROWS = (
     ("base",),
 )
 # Modules at the root of bytetx/ that everything may import.
-BASE = ("arguments", "buckets", "errors", "packed", "sampling_params", "sequence_tree")
+BASE = (
+    "adapter_rows",
+    "arguments",
+    "buckets",
+    "errors",
+    "packed",
+    "sampling_params",
+    "sequence_tree",
+)
 _MEANINGS = {
     "cli": "cli<br/>commands, files",
     "hf": "hf<br/>wrap, unwrap",

@@ -16,7 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from bytetx.adapter_rows import RowSegments
 from bytetx.ops import triton_kernels
+from bytetx.ops.low_rank import tiles_on
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.triton_kernels import (
     attention,
@@ -32,7 +34,6 @@ from bytetx.ops.triton_kernels import (
     sampling,
     sequences,
 )
-from bytetx.packed import RowSegments
 
 MODULES = (
     *(attention, disentangled, gemm, late_interaction, low_rank, norms),
@@ -48,6 +49,7 @@ POINTERS = {
     torch.uint8: "*u8",
 }
 _ALIGNMENT = 16
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 # dtype, features of a head, mean tokens of a sequence: they choose other tiles
 SIZES = {"short": (torch.float16, 64, 100), "long": (torch.bfloat16, 128, 1000)}
 
@@ -60,7 +62,7 @@ class Compiler:
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         meta.pop("key", None)
-        options = {name: meta.pop(name) for name in ("num_warps", "num_stages") if name in meta}
+        options = {name: meta.pop(name) for name in OPTIONS if name in meta}
         names = kernel.arg_names
         signature = {name: type_of(arg) for name, arg in zip(names, args, strict=False)}
         signature |= dict.fromkeys(meta, "constexpr")
@@ -151,12 +153,13 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         activations = torch.empty(m, width, dtype=dtype)
         triton_kernels.linear(activations, wide, wide[:, 0], activation="gelu", residual=None)
     bounds = np.array([0, 1, total - 1, total])
-    segments = RowSegments(bounds[:-1], bounds[1:], np.array([0, 1, 0]), 2)
-    triton_kernels.add_low_rank(
-        torch.empty(total, 4 * width, dtype=dtype), x, segments,
-        addresses=torch.zeros(2, 3, dtype=torch.int64), has_change=np.ones(2, dtype=bool),
-        max_rank=16,
-    )  # fmt: skip
+    segments = RowSegments.of(np.array([0, 1, 0]), bounds)
+    for tiled_rows, rank in ((1, 16), (1 << 14, 16), (1 << 14, 100)):
+        tiles = tiles_on(x.device, segments, tiled_rows)
+        triton_kernels.start_low_rank(
+            x, tiles, n=4 * width, addresses=torch.zeros(2, 3, dtype=torch.int64),
+            ranges=torch.zeros(2, 24, 2, dtype=torch.int32), max_rank=rank,
+        )(torch.empty(total, 4 * width, dtype=dtype))  # fmt: skip
     triton_kernels.gate_rows(x, width // 2, block=32, activation="silu")
     cos = torch.empty(99, head_dim // 2)
     triton_kernels.rotary(q, cos, cos, ids, is_interleaved=False)
@@ -190,6 +193,7 @@ def main(capability: int, sizes: list[str]) -> None:
     for module in (gemm, paged, late_interaction):
         module.num_multiprocessors = lambda device: 132
     gemm.has_tensor_descriptors = partial(has_tensor_descriptors, capability)
+    low_rank.launches_early = lambda device: capability >= 90
     for module in MODULES:
         module.launch = Compiler(capability)
     for name in sizes:

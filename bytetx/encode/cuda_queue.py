@@ -20,14 +20,18 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
+from bytetx.adapter_rows import AdapterRows
 from bytetx.buckets import FILLER_TOKENS, Bucket, bucket_of
 from bytetx.encode.request import Requests
 from bytetx.encode.step import Capture, Computation, Step
 from bytetx.encode.tree_passes import TreePasses
+from bytetx.nn.adapted_rows import LayerChanges
 from bytetx.nn.transformer import Transformer
 from bytetx.ops import native
+from bytetx.ops.low_rank import captures_low_rank
 from bytetx.ops.native_params import StepBlockLayout
 from bytetx.packed import SharedPrefixes, positions_of, prefix_sums, upload
+from bytetx.runtime.adapter_block import adapter_arrays, adapter_fields, on_device
 from bytetx.runtime.batch_layout import BatchLayout
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.on_stream import OnStream
@@ -42,11 +46,12 @@ _NONE = np.empty(0, dtype=np.int32)
 class EncodeLayout:
     """The block of a step of a bucket's sizes. There is one object for each of its arguments.
 
-    position_offset: of the family.
+    position_offset: of the family.  has_adapters: whether some of its texts may have one.
     """
 
-    def __init__(self, batch: BatchLayout, *, position_offset: int):
+    def __init__(self, batch: BatchLayout, *, position_offset: int, has_adapters: bool):
         self.batch, self._position_offset = batch, position_offset
+        self.has_adapters = has_adapters
         self.bucket, self.num_ints = batch.bucket, batch.num_ints
         bucket = batch.bucket
         self._native = StepBlockLayout(
@@ -62,13 +67,24 @@ class EncodeLayout:
             position_offset=position_offset,
         )
 
-    def write(self, block: np.ndarray, requests: Requests) -> None:
-        """Fills a host block from the texts of a step; tokens beyond their own are zeros."""
+    def write(
+        self, block: np.ndarray, requests: Requests, adapters: AdapterRows | None = None
+    ) -> None:
+        """Fills a host block from the texts of a step; tokens beyond their own are zeros.
+
+        adapters: of the texts, where the block has them.
+        """
+        own = {}
+        if self.has_adapters and adapters is not None:
+            own = adapter_arrays(adapters, self.bucket.total_tokens)
         ids, seqlens = requests.token_ids, requests.seqlens
         types, prompt_tokens = requests.token_type_ids, requests.prompt_tokens
         write = native.write_step_block()
         if write is not None:
-            return write(self._native, block, ids, seqlens, types, prompt_tokens)
+            write(self._native, block, ids, seqlens, types, prompt_tokens)
+            for name, array in own.items():
+                self.batch.write_array(block, name, array)
+            return
         cu_seqlens = prefix_sums(seqlens)
         arrays = {
             "cu_seqlens": cu_seqlens,
@@ -78,27 +94,47 @@ class EncodeLayout:
             ),
             "token_type_ids": _NONE if types is None else types,
             "prompt_tokens": _NONE if prompt_tokens is None else prompt_tokens,
+            **own,
         }
         self.batch.write_arrays(block, arrays)
 
-    def read(self, block: torch.Tensor, step: Step, *, max_seqlen: int) -> Step:
-        """The step with views of a device block; `seqlens` stays that of the texts alone."""
+    def read(
+        self,
+        block: torch.Tensor,
+        step: Step,
+        *,
+        max_seqlen: int,
+        adapters: AdapterRows | None = None,
+    ) -> Step:
+        """The step with views of a device block; `seqlens` stays that of the texts alone.
+
+        adapters: of the texts.
+        """
         seqlens = step.batch.seqlens
         batch, columns = self.batch.read(block, seqlens=seqlens, max_seqlen=max_seqlen)
         sizes = step.batch.total_tokens, step.batch.batch_size
         if sizes == (self.bucket.total_tokens, self.bucket.batch_size):  # without padding
             batch = replace(batch, on_host=step.batch)
+        if adapters is not None and self.has_adapters:
+            adapters = on_device(adapters, columns, self.bucket.total_tokens)
+        batch = replace(batch, adapters=adapters)
         return Step(step.requests, batch, columns["prompt_tokens"])
 
 
 @lru_cache(maxsize=256)
 def encode_layout(
-    bucket: Bucket, *, has_token_types: bool, position_offset: int = 0
+    bucket: Bucket,
+    *,
+    has_token_types: bool,
+    position_offset: int = 0,
+    has_adapters: bool = False,
 ) -> EncodeLayout:
     """The layout of a step of these sizes."""
-    prompts = BlockField("prompt_tokens", (bucket.batch_size,))
-    layout = BatchLayout(bucket, has_token_types=has_token_types, columns=[prompts])
-    return EncodeLayout(layout, position_offset=position_offset)
+    columns = [BlockField("prompt_tokens", (bucket.batch_size,))]
+    if has_adapters:
+        columns += adapter_fields(bucket.total_tokens, bucket.batch_size)
+    layout = BatchLayout(bucket, has_token_types=has_token_types, columns=columns)
+    return EncodeLayout(layout, position_offset=position_offset, has_adapters=has_adapters)
 
 
 @lru_cache(maxsize=4096)
@@ -109,12 +145,18 @@ def padded_layout(
     max_tokens: int,
     has_token_types: bool,
     position_offset: int,
+    has_adapters: bool = False,
 ) -> EncodeLayout | None:
     """The layout of the bucket for so many tokens and texts; None where it exceeds max_tokens'."""
     bucket = bucket_of(total_tokens, num_texts, max_tokens=max_tokens)
     if bucket is None:
         return None
-    return encode_layout(bucket, has_token_types=has_token_types, position_offset=position_offset)
+    return encode_layout(
+        bucket,
+        has_token_types=has_token_types,
+        position_offset=position_offset,
+        has_adapters=has_adapters,
+    )
 
 
 class CudaQueue:
@@ -125,6 +167,7 @@ class CudaQueue:
     ):
         self._transformer, self._device = transformer, device
         self._is_capturable = transformer.is_capturable
+        self._captures_adapters = captures_low_rank(device, transformer.embeddings.word.dtype)
         options = {
             "has_token_types": transformer.spec.num_token_types > 0,
             "position_offset": transformer.spec.position_offset,
@@ -156,19 +199,21 @@ class CudaQueue:
         Returns its outputs in pinned memory, the event after which they are there, and what must
         stay alive until then.
         """
-        shared, has_adapters = step.shared, step.requests.adapters is not None
-        is_plain = shared is None and not has_adapters
-        capture = task.capture if self._is_capturable and is_plain else None
+        shared, adapters = step.shared, step.requests.adapter_rows
+        is_padded = shared is None and (adapters is None or self._captures_adapters)
+        capture = task.capture if self._is_capturable and is_padded else None
         sizes = step.requests.total_tokens, len(step.requests)
-        padded = self._padded_layout(*sizes) if capture is not None else None
+        padded = None
+        if capture is not None:
+            padded = self._padded_layout(*sizes, has_adapters=adapters is not None)
         layout = padded or self._layout(Bucket(*sizes, num_fillers=0))
         with self._lock, OnStream(self._stream):
             pinned = self._ring.take(layout.num_ints)
-            layout.write(pinned.array, step.requests)
+            layout.write(pinned.array, step.requests, adapters)
             source = pinned.tensor[: layout.num_ints]
             captured = None
             if capture is not None and padded is not None and self._graphs is not None:
-                captured = self._find_graph(self._graphs, layout, capture, step, task)
+                captured = self._find_graph(self._graphs, layout, capture, step, task, adapters)
             if captured is not None:
                 captured.block.copy_(source, non_blocking=True)
                 captured.graph.replay()
@@ -176,12 +221,9 @@ class CudaQueue:
             else:
                 block = source.to(self._device, non_blocking=True)
                 max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=padded is not None)
-                here = layout.read(block, step, max_seqlen=max_seqlen)
+                here = layout.read(block, step, max_seqlen=max_seqlen, adapters=adapters)
                 if shared is not None:
                     batch = replace(here.batch, shared=self._start_shared(shared))
-                    here = Step(here.requests, batch, here.prompt_tokens)
-                if has_adapters:
-                    batch = replace(here.batch, adapters=step.batch.adapters)
                     here = Step(here.requests, batch, here.prompt_tokens)
                 if self._graphs is None:
                     batch = replace(here.batch, allows_capture=False)
@@ -232,11 +274,16 @@ class CudaQueue:
         capture: Capture,
         step: Step,
         task: Computation,
+        adapters: AdapterRows | None,
     ) -> CapturedStep | None:
-        key, sizes = (layout.bucket, capture.key), (layout.num_ints, layout.bucket.total_tokens)
+        sizes, version, tables = (layout.num_ints, layout.bucket.total_tokens), None, None
+        if adapters is not None:
+            assert isinstance(adapters.changes, LayerChanges)
+            version, tables = adapters.changes.version, adapters.changes.tables
+        key, keep = (layout.bucket, capture.key, version), (task, tables)
         max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=True)
-        compute = partial(_compute, self._transformer, layout, step, task, max_seqlen)
-        return graphs.find_or_capture(key, lambda: graphs.capture(key, compute, *sizes, keep=task))
+        compute = partial(_compute, self._transformer, layout, step, task, max_seqlen, adapters)
+        return graphs.find_or_capture(key, lambda: graphs.capture(key, compute, *sizes, keep=keep))
 
     def _copy_out(
         self, outputs: tuple[torch.Tensor, ...], *, is_static: bool
@@ -262,10 +309,12 @@ def _compute(
     step: Step,
     task: Computation,
     max_seqlen: int,
+    adapters: AdapterRows | None,
     block: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """The outputs of a padded step, from its block on the device."""
-    return task.compute(transformer, layout.read(block, step, max_seqlen=max_seqlen))
+    here = layout.read(block, step, max_seqlen=max_seqlen, adapters=adapters)
+    return task.compute(transformer, here)
 
 
 def _copy(

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from bytetx.adapter_rows import AdapterRows
 from bytetx.encode.cuda_queue import CudaQueue
 from bytetx.encode.prefix_cache import CacheUse, PrefixCache
 from bytetx.encode.prefixes import SharedRows, share_prefixes
@@ -16,7 +17,7 @@ from bytetx.encode.step import Computation, Step
 from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.nn.executor import Executor
 from bytetx.nn.transformer import Transformer
-from bytetx.packed import AdapterRows, PackedBatch, SharedPrefixes, pack_columns, prefix_sums
+from bytetx.packed import PackedBatch, SharedPrefixes, pack_columns, prefix_sums
 from bytetx.runtime import faults
 
 logger = logging.getLogger("bytetx")
@@ -253,8 +254,12 @@ class Runner:
             tree=tree,
             computed=() if use is None else use.computed,
         )
-        if (adapters := _adapter_of_rows(requests)) is not None:
-            own = replace(own, adapters=AdapterRows.of(adapters[found.kept]))
+        if requests.adapters is not None:
+            # A sequence of the tree is of one text, or of several with one adapter.
+            starts = tree.starts[: tree.num_query_sequences + 1]
+            first = found.kept[np.minimum(starts[:-1], len(found.kept) - 1)]
+            texts = np.searchsorted(requests.cu_seqlens, first, side="right") - 1
+            own = replace(own, adapters=AdapterRows.of(requests.adapters[texts].tolist(), starts))
         rows = torch.from_numpy(found.rows)
         kept_rows: tuple[torch.Tensor, ...] = ()
         if use is not None:
@@ -291,14 +296,8 @@ class Runner:
         return []
 
 
-def _adapter_of_rows(requests: Requests) -> np.ndarray | None:
-    """object [total_tokens]: the adapter of each token's text, or None."""
-    adapters = requests.adapters
-    return None if adapters is None else np.repeat(adapters, requests.seqlens)
-
-
 def _with_adapters(pack: Callable[[], PackedBatch], requests: Requests) -> PackedBatch:
-    return replace(pack(), adapters=AdapterRows.of(_adapter_of_rows(requests)))
+    return replace(pack(), adapters=requests.adapter_rows)
 
 
 def _bytes_per_token(transformer: Transformer) -> int:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bytetx.adapter_rows import AdapterRows, SlottedAdapter
 from bytetx.errors import InputError, OptionError
 from bytetx.sequence_tree import rows_of
 
@@ -54,7 +55,7 @@ class Alignment:
 _NO_ALIGNMENT = Alignment(None, None, None, [])
 
 
-class TextAdapter(Protocol):
+class TextAdapter(SlottedAdapter, Protocol):
     """An adapter as the queue and the caches of prefixes know it."""
 
     def first_id(self, token_id: int) -> int:
@@ -117,6 +118,13 @@ class Requests:
         for row in np.flatnonzero((self.adapters != None) & (self.seqlens > 0)).tolist():  # noqa: E711
             ids[starts[row]] = self.adapters[row].first_id(int(ids[starts[row]]))
         return ids
+
+    @property
+    def adapter_rows(self) -> AdapterRows | None:
+        """The adapters of the texts' tokens; None where no text has one."""
+        if self.adapters is None:
+            return None
+        return AdapterRows.of(self.adapters.tolist(), self.cu_seqlens)
 
     @property
     def total_tokens(self) -> int:

@@ -15,13 +15,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bytetx.adapter_rows import AdapterRows
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.generate.sampler import LastTokens, SamplingMetadata
+from bytetx.nn.adapted_rows import LayerChanges
 from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.one_sequence import OneSequence
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.low_rank import captures_low_rank
 from bytetx.ops.paged_plan import launches_by_sizes
 from bytetx.runtime.cuda_graphs import GraphCache
 from bytetx.runtime.input_batch import InputBatch
@@ -56,6 +59,7 @@ class CudaSteps:
         self._last_tokens = last_tokens
         self._ring = PinnedRing()
         self._graphs: GraphCache | None = None
+        self._captures_adapters = captures_low_rank(device, cache.layers[0].k_cache.dtype)
         self._one_sequence = OneSequence.of(transformer, cache)
         # The other ranks of a tensor-parallel group run bucketed decode steps, but no mixed ones.
         self._runs_mixed = self.is_capturable and not executor.has_workers
@@ -72,10 +76,13 @@ class CudaSteps:
     def can_run(self, input_batch: InputBatch, metadata: SamplingMetadata) -> bool:
         """Whether `sample_greedy` and `hidden_states` run this step.
 
-        They do not where the rotary embedding depends on the length of the prompt, or where
-        prompt_logprobs needs more rows of logits than a bucket has.
+        They do not where the rotary embedding depends on the length of the prompt, where
+        prompt_logprobs needs more rows of logits than a bucket has, or where no kernel takes rows
+        with adapters.
         """
         if self._transformer.spec.max_plain_prompt is not None:
+            return False
+        if input_batch.adapters is not None and not self._captures_adapters:
             return False
         is_small = self._runs_mixed and len(input_batch.positions) <= MAX_MIXED_TOKENS
         samples_only = bool(metadata.sampling_rows) and not metadata.prompt_logits
@@ -104,7 +111,7 @@ class CudaSteps:
         )
         source = pinned.tensor[: layout.num_ints]
         with self._on_all_ranks(layout, is_greedy):
-            output = self._replay(layout, is_greedy, source)
+            output = self._replay(layout, is_greedy, source, input_batch.adapters)
         pinned.is_free = torch.cuda.Event()
         pinned.is_free.record()
         return output[: int(input_batch.num_samples.sum())]
@@ -121,13 +128,19 @@ class CudaSteps:
             is_captured=self._graphs is not None,
         )
 
-    def _replay(self, layout: PagedLayout, is_greedy: bool, source: Tensor) -> Tensor:
-        """The step's output.  source: its block, in pinned memory."""
-        compute = partial(self._compute, layout, is_greedy)
+    def _replay(
+        self, layout: PagedLayout, is_greedy: bool, source: Tensor, adapters: AdapterRows | None
+    ) -> Tensor:
+        """The step's output.  source: its block, in pinned memory.  adapters: of its rows."""
+        compute = partial(self._compute, layout, is_greedy, adapters)
         captured = None
         if self._graphs is not None:
-            key, sizes = (layout, is_greedy), (layout.num_ints, layout.num_rows)
-            capture = partial(self._graphs.capture, key, compute, *sizes)
+            sizes, version, keep = (layout.num_ints, layout.num_rows), None, None
+            if adapters is not None:
+                assert isinstance(adapters.changes, LayerChanges)
+                version, keep = adapters.changes.version, adapters.changes.tables
+            key = (layout, is_greedy, version)
+            capture = partial(self._graphs.capture, key, compute, *sizes, keep=keep)
             captured = self._graphs.find_or_capture(key, capture)
         if captured is None:
             return compute(source.to(self._device, non_blocking=True))[0]
@@ -135,15 +148,18 @@ class CudaSteps:
         captured.graph.replay()
         return captured.outputs[0]
 
-    def _compute(self, layout: PagedLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
-        step = layout.read(block, page_size=self._cache.page_size)
+    def _compute(
+        self, layout: PagedLayout, is_greedy: bool, adapters: AdapterRows | None, block: Tensor
+    ) -> tuple[Tensor]:
+        step = layout.read(block, page_size=self._cache.page_size, adapters=adapters)
         if layout.is_decode:
             ids = self._last_tokens.gather(step.slot_indices)
             self._executor.broadcast(block, ids)
         else:
             ids = self._last_tokens.resolve(step.batch.input_ids)
         batch = replace(step.batch, input_ids=ids)
-        if self._one_sequence is not None and layout.is_decode and layout.num_rows == 1:
+        is_one = layout.is_decode and layout.num_rows == 1 and adapters is None
+        if self._one_sequence is not None and is_one:
             hidden_states = self._one_sequence.forward(batch)
         else:
             hidden_states = self._transformer.forward(batch, cache=self._cache)
@@ -178,10 +194,12 @@ class CudaSteps:
 
 def _layout_of(input_batch: InputBatch) -> PagedLayout:
     num_sequences, num_pages = input_batch.page_table.shape
+    has_adapters = input_batch.adapters is not None
     if input_batch.is_decode:
-        return decode_layout(num_sequences, num_pages)
+        return decode_layout(num_sequences, num_pages, has_adapters=has_adapters)
     num_samples = int(input_batch.num_samples.sum())
-    return mixed_layout(len(input_batch.positions), num_sequences, num_pages, num_samples)
+    sizes = len(input_batch.positions), num_sequences, num_pages, num_samples
+    return mixed_layout(*sizes, has_adapters=has_adapters)
 
 
 def _workspace_bytes(

@@ -5,6 +5,7 @@ from operator import attrgetter
 
 import numpy as np
 
+from bytetx.adapter_rows import AdapterRows
 from bytetx.generate.scheduler import ScheduledRow, SchedulerOutput, SequenceState
 from bytetx.runtime.input_batch import InputBatch
 
@@ -65,7 +66,7 @@ class InputBatchBuilder:
             num_samples=num_samples,
             page_size=page_size,
             is_decode=bool(is_next.all()),
-            adapters=np.array(adapters, dtype=object) if any(adapters) else None,
+            adapters=AdapterRows.of(adapters, cu_seqlens) if any(adapters) else None,
         )
 
     def _add_pages(self, sequence: SequenceState) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead, LogitRows
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
-from bytetx.packed import AdapterRows, PackedBatch, Past
+from bytetx.packed import PackedBatch, Past
 from bytetx.runtime.faults import (
     failed_op,
     first_line,
@@ -148,8 +147,7 @@ class ModelRunner:
         return nullcontext() if self._stream is None else OnStream(self._stream)
 
     def _run(self, input_batch: InputBatch, metadata: SamplingMetadata) -> SamplerOutput:
-        # Graphs, as the CPU's step of all layers, have no rows with adapters.
-        steps = self._steps if input_batch.adapters is None else None
+        steps = self._steps
         if steps is None or not steps.can_run(input_batch, metadata):
             output = self._sampler.sample(metadata, self._logits(input_batch, metadata.rows))
         elif metadata.is_greedy:
@@ -206,10 +204,8 @@ class ModelRunner:
             seqlens=torch.from_numpy(input_batch.seqlens),
             max_seqlen=int(input_batch.seqlens.max()),
             past=past,
+            adapters=input_batch.adapters,
         )
-        if input_batch.adapters is not None:
-            adapters = np.repeat(input_batch.adapters, input_batch.seqlens)
-            batch = replace(batch, adapters=AdapterRows.of(adapters))
         return batch, logits_rows
 
     def _prompt_seqlens(

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from bytetx.adapter_rows import SlottedAdapter
 from bytetx.arguments import check_num_seqs, check_token_budget
 from bytetx.errors import InputError, TooLongError
 from bytetx.generate.kv_cache import PageAllocator, page_hashes
@@ -33,7 +34,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-class SequenceAdapter(Protocol):
+class SequenceAdapter(SlottedAdapter, Protocol):
     """An adapter of a model, as the scheduler knows it."""
 
     @property

@@ -2,24 +2,133 @@
 
 import secrets
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from threading import Lock
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from bytetx.adapter_rows import AdapterRows
 from bytetx.nn.layer import Rows
 from bytetx.ops.linear_rotary import HeadRotation
-from bytetx.ops.low_rank import AdaptedWeight, LowRankChange, LowRankChanges
+from bytetx.ops.low_rank import AdaptedWeight, LowRankChange, LowRankChanges, RowTiles, tiles_on
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
-from bytetx.packed import AdapterRows, RowSegments
 
 # Numbers of (adapter, first token) that stand for a text's first token; none is given twice.
 _NUMBERS = count(1)
+_LEAST_SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerChanges:
+    """The changes of a model's weights by slot of its adapters.
+
+    version: another one for other tables, which CUDA graphs hold by their addresses.
+    of_weight: by id() of the weight.
+    """
+
+    version: int
+    num_slots: int
+    of_weight: Mapping[int, LowRankChanges]
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """The tensors that a CUDA graph reads, beside the factors of its batch's adapters."""
+        every = self.of_weight.values()
+        return tuple(table for one in every for table in (one.addresses, one.ranges))
+
+    def admits(self, changes: Mapping[int, LowRankChange]) -> bool:
+        """Whether an adapter with these changes can have a slot."""
+        own = self.of_weight
+        return all(key in own and own[key].admits(one) for key, one in changes.items())
+
+    def put(self, slot: int, changes: Mapping[int, LowRankChange]) -> None:
+        for key, one in self.of_weight.items():
+            one.put(slot, changes.get(key))
+
+    def forget(self, slot: int) -> None:
+        """Let go of the changes in a slot that no pass has; the device's tables keep addresses."""
+        for one in self.of_weight.values():
+            one.by_owner[slot] = None
+
+
+class AdapterSlots:
+    """The slots of a model's adapters; threads may share it.
+
+    current: of all adapters that live. A pass takes it once, after its adapters were made.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._changes: dict[int, Mapping[int, LowRankChange]] = {}  # by slot
+        self._given_up: deque[int] = deque()
+        self.current = LayerChanges(0, 0, {})
+
+    def take(self, changes: Mapping[int, LowRankChange]) -> int:
+        """A slot that has these changes, on the device, too, until it is given up."""
+        with self._lock:
+            self._sweep()
+            used, found = self._changes, self.current
+            slot = next(slot for slot in range(len(used) + 1) if slot not in used)
+            used[slot] = changes
+            try:
+                if slot < found.num_slots and found.admits(changes):
+                    found.put(slot, changes)
+                else:
+                    found = self._larger()
+                for one in changes.values():
+                    if one.a.is_cuda:  # passes run in streams of their own
+                        torch.cuda.current_stream(one.a.device).synchronize()
+                    break
+            except BaseException:
+                del used[slot]
+                raise
+            self.current = found
+        self._sweep_if_free()
+        return slot
+
+    def give_up(self, slot: int) -> None:
+        """Nobody has the adapter any more; any thread may say so, also one that takes a slot."""
+        self._given_up.append(slot)
+        self._sweep_if_free()
+
+    def _sweep_if_free(self) -> None:
+        # Who has the lock looks for slots that were given up meanwhile when it has let go of it.
+        while self._given_up and self._lock.acquire(blocking=False):
+            try:
+                self._sweep()
+            finally:
+                self._lock.release()
+
+    def _sweep(self) -> None:
+        """Free the slots that were given up."""
+        while self._given_up:
+            slot = self._given_up.popleft()
+            del self._changes[slot]
+            self.current.forget(slot)
+
+    def _larger(self) -> LayerChanges:
+        """Tables for twice as many adapters as there are, and for their ranks and weights."""
+        num_slots = max(_LEAST_SLOTS, 2 * len(self._changes))
+        like: dict[int, LowRankChange] = {}
+        for changes in self._changes.values():
+            for key, one in changes.items():
+                if key not in like or one.rank > like[key].rank:
+                    like[key] = one
+        tables = {
+            key: LowRankChanges(one, num_owners=num_slots, max_rank=one.rank)
+            for key, one in like.items()
+        }
+        larger = LayerChanges(self.current.version + 1, num_slots, tables)
+        for slot, changes in self._changes.items():
+            larger.put(slot, changes)
+        return larger
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -27,20 +136,32 @@ class Adapter:
     """A LoRA adapter in memory, of one model.
 
     It lives as long as a request that uses it.
-    changes: of the layers' weights, by id() of each.
+    num_bytes: of its changes of layers.  slot: of `slots`, its own as long as it lives.
     uid: 16 bytes that no other adapter has, also none of the same name or folder.
     """
 
     name: str
     folder: Path
-    changes: Mapping[int, LowRankChange]
+    num_bytes: int
+    slots: AdapterSlots
+    slot: int
     uid: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     _first_ids: dict[int, int] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls, name: str, folder: Path, changes: Mapping[int, LowRankChange], slots: AdapterSlots
+    ) -> "Adapter":
+        """changes: of the layers' weights, by id() of each."""
+        num_bytes = sum(change.num_bytes for change in changes.values())
+        adapter = cls(name, folder, num_bytes, slots, slots.take(changes))
+        weakref.finalize(adapter, slots.give_up, adapter.slot).atexit = False
+        return adapter
+
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the changes of layers."""
-        return sum(change.num_bytes for change in self.changes.values())
+    def changes(self) -> LayerChanges:
+        """Those of all adapters of the model."""
+        return self.slots.current
 
     def first_id(self, token_id: int) -> int:
         """A number below 0 that stands for a text's first token, and for this adapter."""
@@ -50,72 +171,31 @@ class Adapter:
         return found
 
 
-class _Owners:
-    """The adapters that passes have used, with a number each, and the changes of each weight.
-
-    It holds the changes of adapters, but not the adapters.
-    given_up: called when nobody has one of them any more.
-    """
-
-    def __init__(self, adapters: Sequence[Adapter], given_up: Callable[[object], None]):
-        self.adapters = [weakref.ref(adapter, given_up) for adapter in adapters]
-        self.numbers = {adapter.uid: i for i, adapter in enumerate(adapters)}
-        self._changes = [adapter.changes for adapter in adapters]
-        self._of_weight: dict[int, LowRankChanges | None] = {}
-
-    def changes_of(self, w: Weight) -> LowRankChanges | None:
-        """None where no adapter changes the weight."""
-        key = id(w)
-        if key not in self._of_weight:
-            found = tuple(changes.get(key) for changes in self._changes)
-            is_changed = any(change is not None for change in found)
-            self._of_weight[key] = LowRankChanges(found) if is_changed else None
-        return self._of_weight[key]
-
-
-class AdapterTables:
-    """Numbers and changes of a model's adapters, kept between passes; threads may share it."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._owners: _Owners | None = None
-
-    def owners_of(self, adapters: Sequence[Adapter]) -> _Owners:
-        """The numbers and changes of these adapters, and of others that live."""
-        kept = self._owners
-        if kept is not None and all(adapter.uid in kept.numbers for adapter in adapters):
-            return kept
-        with self._lock:
-            before = () if self._owners is None else self._owners.adapters
-            known = {found.uid: found for ref in before if (found := ref()) is not None}
-            known |= {adapter.uid: adapter for adapter in adapters}
-            self._owners = owners = _Owners(list(known.values()), self._forget)
-        return owners
-
-    def _forget(self, _: object) -> None:
-        """Let go of the changes of an adapter that nobody has any more, and of all tables."""
-        self._owners = None
-
-
 class AdaptedRows(Rows):
     """The rows of a pass of which some have an adapter, all in this process."""
 
-    def __init__(self, rows: AdapterRows, tables: AdapterTables):
-        adapters = [adapter for adapter in rows.adapters if isinstance(adapter, Adapter)]
-        assert len(adapters) == len(rows.adapters)
-        self._owners = tables.owners_of(adapters)
-        numbers = [self._owners.numbers[adapter.uid] for adapter in adapters]
-        self._numbers = np.array(numbers, dtype=np.int64)
-        own = rows.segments
-        owners = self._numbers[own.owners]
-        self._segments = RowSegments(own.starts, own.stops, owners, len(self._owners.numbers))
+    def __init__(self, rows: AdapterRows, total_rows: int, device: torch.device):
+        assert isinstance(rows.changes, LayerChanges)
+        self._changes, self._segments = rows.changes, rows.segments
+        # None where the pass may be captured, and run again with other adapters.
+        self._slots: list[int] | None = None
+        assert rows.tiles is None or isinstance(rows.tiles, RowTiles)
+        self._tiles = rows.tiles
+        if rows.tiles is None:
+            self._slots = np.unique(rows.segments.owners).tolist()
+            if device.type == "cuda":
+                self._tiles = tiles_on(device, rows.segments, total_rows)
 
     def _adapted(self, w: Weight) -> Weight:
         """The weight with the changes of this pass's adapters, where one has some."""
-        changes = self._owners.changes_of(w)
-        if changes is None or not changes.has_change[self._numbers].any():
+        changes = self._changes.of_weight.get(id(w))
+        if changes is None or not self._has_some(changes):
             return w
-        return AdaptedWeight(w, self._segments, changes)
+        return AdaptedWeight(w, self._segments, changes, self._tiles)
+
+    def _has_some(self, changes: LowRankChanges) -> bool:
+        own, slots = changes.by_owner, self._slots
+        return slots is None or any(own[slot] is not None for slot in slots)
 
     def project(self, x: Tensor, w: Weight) -> Tensor:
         return super().project(x, self._adapted(w))

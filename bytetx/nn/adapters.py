@@ -15,7 +15,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weight_changes import LowRank
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError, shown
-from bytetx.nn.adapted_rows import Adapter
+from bytetx.nn.adapted_rows import Adapter, AdapterSlots
 from bytetx.nn.checkpoint_heads import Heads, load_heads
 from bytetx.nn.layer import LayerWeights
 from bytetx.nn.layer_weights import separate_heads
@@ -44,7 +44,7 @@ class Adapters:
     """
 
     def __init__(self, checkpoint: LoadedCheckpoint):
-        self._checkpoint = checkpoint
+        self._checkpoint, self._slots = checkpoint, AdapterSlots()
         self._by_name: dict[str, LoadedAdapter] = {}
         self._lock = Lock()  # loads one at a time
 
@@ -67,7 +67,7 @@ class Adapters:
         with self._lock:
             if name in self._by_name:
                 raise OptionError(f"an adapter {name!r} is there already; remove it first")
-            self._by_name[name] = load_adapter(self._checkpoint, name, folder)
+            self._by_name[name] = load_adapter(self._checkpoint, name, folder, self._slots)
 
     def remove(self, name: str) -> None:
         """Forgets an adapter; requests that have it end as if it were there.
@@ -137,7 +137,9 @@ def check_takes_adapters(checkpoint: LoadedCheckpoint) -> None:
         raise OptionError(f"adapters of single requests are not for {reason}, or {_MERGE}")
 
 
-def load_adapter(checkpoint: LoadedCheckpoint, name: str, folder: Path) -> LoadedAdapter:
+def load_adapter(
+    checkpoint: LoadedCheckpoint, name: str, folder: Path, slots: AdapterSlots
+) -> LoadedAdapter:
     """The adapter in a folder, for the rows of a model that check_takes_adapters lets pass.
 
     Raises CheckpointError for an adapter that is damaged, is of another model, changes what single
@@ -157,6 +159,7 @@ def load_adapter(checkpoint: LoadedCheckpoint, name: str, folder: Path) -> Loade
         changes = reader.changes(transformer.layers.weights, transformer.embeddings.project)
         _check_positions(folder, spec, reader.used)
         heads = _load_heads(checkpoint, folder, weights, lora.without(reader.used))
+        adapter = Adapter.of(name, folder, changes, slots)
         if word.is_cuda:  # steps run on a stream of their own
             torch.cuda.current_stream(word.device).synchronize()
     except (MemoryError, RuntimeError) as error:
@@ -166,7 +169,7 @@ def load_adapter(checkpoint: LoadedCheckpoint, name: str, folder: Path) -> Loade
             f"the adapter in {folder} does not fit the memory of {word.device} beside the model: "
             f"{error}; free memory there, or remove another adapter"
         ) from error
-    return LoadedAdapter(Adapter(name, folder, changes), heads)
+    return LoadedAdapter(adapter, heads)
 
 
 def _check_dora(folder: Path, lora: Lora) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError
-from bytetx.nn.adapted_rows import AdaptedRows, AdapterTables
+from bytetx.nn.adapted_rows import AdaptedRows
 from bytetx.nn.alibi import alibi_bias, model_slopes
 from bytetx.nn.blocks import Blocks, LocalBlocks
 from bytetx.nn.kv_cache import KvCache
@@ -110,7 +110,7 @@ class Interrupted(Placement):
 
 
 class Transformer:
-    """A model's weights and its forward pass. Calls leave no state but tables of adapters.
+    """A model's weights and its forward pass. Calls leave no state.
 
     Where a group of ranks shares the layers, every rank calls forward.
     project_out: hidden_size -> embedding_size, where a causal model's embedding is narrower.
@@ -129,7 +129,6 @@ class Transformer:
         self.spec, self.embeddings, self.placement = spec, embeddings, placement
         self.layers, self.blocks = layers, layers.blocks
         self.project_out = project_out
-        self._adapter_tables = AdapterTables()
         # transformers multiplies by a tensor of the table's dtype.
         scale = torch.tensor(spec.hidden_size**0.5, dtype=embeddings.word.dtype)
         self.word_scale: float = scale.item()
@@ -263,7 +262,7 @@ class Transformer:
             return self._forward_shared(batch.shared, pause)
         rows = self.blocks.begin(batch.total_tokens)
         if batch.adapters is not None:
-            rows = AdaptedRows(batch.adapters, self._adapter_tables)
+            rows = AdaptedRows(batch.adapters, batch.total_tokens, batch.device)
         x = self.layers.run(
             lambda: self._embed(batch, rows),
             batch,

@@ -1,22 +1,42 @@
 """Low-rank changes of a linear layer, another one for each segment of its rows."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bytetx.adapter_rows import RowSegments
 from bytetx.ops import triton_backend
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.registry import Operation
 from bytetx.ops.weight import QuantizedWeight, Weight
-from bytetx.packed import RowSegments
+from bytetx.packed import upload
+from bytetx.sequence_tree import rows_of
 
-# Shape class: dtype.  run(d, x, segments, changes) as of add_low_rank.
+# Shape class: dtype.  run(x, segments, changes, tiles) as of start_low_rank.
 LOW_RANK = Operation("low_rank")
+# Rows of a batch up to which tiles are small: in decode steps an owner has few.
+_FEW_ROWS = 512
+_TILE_SIZES = (16, 64)
+RANGE_COLUMNS = 128  # outputs of which LowRankChanges.ranges says which ranks change them
+_RANK_STEP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """The rows of a batch that have an owner, in tiles of one owner, on a GPU.
+
+    rows: int32, row numbers.  table: int32 [num_tiles, 3], of each tile: where its rows start in
+    `rows`, how many it has, at most `size`, and its owner.
+    """
+
+    rows: torch.Tensor
+    table: torch.Tensor
+    size: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,140 +60,203 @@ class LowRankChange:
         return self.a.nbytes + self.b.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-@dataclass(frozen=True, eq=False)
 class LowRankChanges:
-    """The changes of one layer, checked once for all passes; threads may share it.
+    """The changes of one layer by the numbers of their owners; threads may share it.
 
-    by_owner: of each owner, None where it changes nothing here; at least one is not None.
-    Raises ValueError where they differ in n, k, dtype or device.
+    Passes, and CUDA graphs, read those of their rows' owners while others are put in place.
+    by_owner: None where an owner changes nothing here.
+    n, k, dtype: of the layer.  max_rank: no change may exceed it.
+    addresses: int64 [num_owners, 4] on the device of the changes: of a, of b, the rank, and the
+        address of the bias, 0 where there is none.
+    ranges: int32 [num_owners, ceil(n / RANGE_COLUMNS), 2], likewise: the first and one past the
+        last column of b that is not zero everywhere in these rows of b.
     """
 
-    by_owner: tuple[LowRankChange | None, ...]
+    def __init__(self, like: LowRankChange, *, num_owners: int, max_rank: int):
+        """like: a change with the layer's n, k, dtype and device, which is not put in place."""
+        (self.n, _), (_, self.k) = like.b.shape, like.a.shape
+        self.max_rank = max(-(-max_rank // _RANK_STEP), 1) * _RANK_STEP
+        self.by_owner: list[LowRankChange | None] = [None] * num_owners
+        self.dtype, device = like.a.dtype, like.a.device
+        blocks = -(-self.n // RANGE_COLUMNS)
+        self.addresses = torch.zeros(num_owners, 4, dtype=torch.int64, device=device)
+        self.ranges = torch.zeros(num_owners, blocks, 2, dtype=torch.int32, device=device)
 
-    def __post_init__(self) -> None:
-        if not self.has_change.any():
+    @classmethod
+    def of(cls, by_owner: Sequence[LowRankChange | None]) -> "LowRankChanges":
+        """At least one is not None. Raises ValueError where they differ in n, k, dtype, device."""
+        given = [change for change in by_owner if change is not None]
+        if not given:
             raise ValueError("by_owner must have a change that is not None")
-        like = self.first.a
-        for change in self.by_owner:
+        max_rank = max(change.rank for change in given)
+        changes = cls(given[0], num_owners=len(by_owner), max_rank=max_rank)
+        for owner, change in enumerate(by_owner):
             if change is not None:
-                _require_alike("a", change.a, (change.rank, self.k), like)
-                _require_alike("b", change.b, (self.n, change.rank), like)
-                if change.bias is not None:
-                    _require_alike("bias", change.bias, (self.n,), like)
+                changes.put(owner, change)
+        return changes
 
-    @cached_property
-    def has_change(self) -> np.ndarray:
-        """bool [num_owners]"""
-        return np.array([change is not None for change in self.by_owner], dtype=bool)
+    def admits(self, change: LowRankChange) -> bool:
+        """Whether its rank is at most max_rank."""
+        return change.rank <= self.max_rank
 
-    @cached_property
-    def has_product(self) -> np.ndarray:
-        """bool [num_owners]: whether the rank is above 0."""
-        return np.array([c is not None and c.rank > 0 for c in self.by_owner], dtype=bool)
+    def put(self, owner: int, change: LowRankChange | None) -> None:
+        """Give an owner that no pass has yet its change; on a GPU in the current stream's order.
 
-    @cached_property
-    def has_bias(self) -> np.ndarray:
-        """bool [num_owners]"""
-        return np.array([c is not None and c.bias is not None for c in self.by_owner], dtype=bool)
-
-    @cached_property
-    def first(self) -> LowRankChange:
-        return next(change for change in self.by_owner if change is not None)
-
-    @cached_property
-    def max_rank(self) -> int:
-        return max(change.rank for change in self.by_owner if change is not None)
-
-    @property
-    def n(self) -> int:
-        return self.first.b.shape[0]
-
-    @property
-    def k(self) -> int:
-        return self.first.a.shape[1]
-
-    @cached_property
-    def addresses(self) -> Tensor:
-        """int64 [num_owners, 3], on the device of the changes: of a, of b, and the rank.
-
-        The copy is waited for, since passes in other streams read it, too.
+        Raises ValueError where it differs from the others in n, k, dtype or device.
         """
-        rows = [
-            (0, 0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr(), one.rank)
-            for one in self.by_owner
-        ]
-        return torch.tensor(rows, dtype=torch.int64, device=self.first.a.device)
+        addresses, ranges = (0, 0, 0, 0), None
+        if change is not None:
+            self._require("a", change.a, (change.rank, self.k))
+            self._require("b", change.b, (self.n, change.rank))
+            bias = 0
+            if change.bias is not None:
+                self._require("bias", change.bias, (self.n,))
+                bias = change.bias.data_ptr()
+            addresses = (change.a.data_ptr(), change.b.data_ptr(), change.rank, bias)
+            ranges = _ranges(change.b) if change.rank else None
+        self.addresses[owner].copy_(torch.tensor(addresses, dtype=torch.int64))
+        self.ranges[owner] = 0 if ranges is None else ranges
+        self.by_owner[owner] = change
 
-
-def _require_alike(name: str, t: Tensor, shape: tuple[int, ...], other: Tensor) -> None:
-    is_alike = t.shape == shape and t.dtype == other.dtype and t.device == other.device
-    if not is_alike or not t.is_contiguous():
-        require_tensor(name, t, shape=shape, dtypes=(other.dtype,), device=other.device)
+    def _require(self, name: str, t: Tensor, shape: tuple[int, ...]) -> None:
+        require_tensor(name, t, shape=shape, dtypes=(self.dtype,), device=self.addresses.device)
         require_contiguous(name, t)
 
 
-def add_low_rank(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChanges) -> None:
+def _ranges(b: Tensor) -> Tensor:
+    """As of LowRankChanges, of one change."""
+    n, rank = b.shape
+    blocks = -(-n // RANGE_COLUMNS)
+    is_used = torch.zeros(blocks * RANGE_COLUMNS, rank, dtype=torch.bool, device=b.device)
+    torch.ne(b, 0, out=is_used[:n])
+    used = is_used.view(blocks, RANGE_COLUMNS, rank).any(1)
+    columns = torch.arange(rank, device=b.device)
+    first = torch.where(used, columns, rank).amin(1)
+    end = torch.where(used, columns + 1, 0).amax(1)
+    return torch.stack([first, end], dim=1).int()
+
+
+def tile_size(total_rows: int) -> int:
+    """Rows of a tile, from the rows of a batch."""
+    return _TILE_SIZES[total_rows > _FEW_ROWS]
+
+
+def max_tiles(total_rows: int, num_sequences: int) -> int:
+    """No batch of these sizes has more tiles: one that is not full is the last of an owner."""
+    return min(total_rows // tile_size(total_rows) + num_sequences, total_rows)
+
+
+def row_tiles(segments: RowSegments, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays of RowTiles, int32, on the host; rows of an owner keep their order."""
+    order = np.argsort(segments.owners, kind="stable")
+    starts, stops = segments.starts[order], segments.stops[order]
+    rows = rows_of(starts, stops - starts)
+    counts = np.zeros(segments.num_owners, dtype=np.int64)
+    np.add.at(counts, segments.owners, segments.stops - segments.starts)
+    num_tiles = -(-counts // size)
+    owners = np.repeat(np.arange(len(counts)), num_tiles)
+    ends = np.cumsum(counts)
+    first = size * rows_of(np.zeros_like(counts), num_tiles)  # in the rows of the owner
+    table = np.stack([(ends - counts)[owners] + first, np.minimum(counts[owners] - first, size)])
+    return rows.astype(np.int32), np.stack([*table, owners], axis=1).astype(np.int32)
+
+
+def tiles_on(device: torch.device, segments: RowSegments, total_rows: int) -> RowTiles:
+    """The tiles of a batch of so many rows."""
+    size = tile_size(total_rows)
+    rows, table = (upload(torch.from_numpy(t), device) for t in row_tiles(segments, size))
+    return RowTiles(rows, table, size)
+
+
+def captures_low_rank(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a CUDA graph may hold add_low_rank: torch's products read segments on the host."""
+    return LOW_RANK.choose(device, dtype).name == "triton"
+
+
+def add_low_rank(
+    d: Tensor,
+    x: Tensor,
+    segments: RowSegments,
+    changes: LowRankChanges,
+    *,
+    tiles: RowTiles | None = None,
+) -> None:
     """Adds to the rows of each segment, in place, the change of its owner; ranks may differ.
 
     d: [m, n], x: [m, k], of one dtype and on one device; x is contiguous.
+    tiles: what a GPU reads instead of the segments, for several layers; None makes them.
     Raises ValueError on shape, dtype or device mismatch.
     Source: LoRA (arXiv 2106.09685), section 4.1; segments of one step as in S-LoRA
     (arXiv 2311.03285), section 5, without padding to the largest rank.
     """
-    like = changes.first.a
-    require_tensor("x", x, shape=(None, changes.k), dtypes=(like.dtype,), device=like.device)
+    start_low_rank(x, segments, changes, tiles=tiles)(d)
+
+
+def start_low_rank(
+    x: Tensor, segments: RowSegments, changes: LowRankChanges, *, tiles: RowTiles | None = None
+) -> Callable[[Tensor], None]:
+    """add_low_rank in two parts: returns what adds the change to d.
+
+    With few rows a GPU computes x @ a.T now, beside the kernel that computes d. x must not change
+    before the second part.
+    """
+    device = changes.addresses.device
+    require_tensor("x", x, shape=(None, changes.k), dtypes=(changes.dtype,), device=device)
     require_contiguous("x", x)
-    shape = (x.shape[0], changes.n)
-    require_tensor("d", d, shape=shape, dtypes=(x.dtype,), device=x.device)
-    if len(changes.by_owner) != segments.num_owners:
+    if len(changes.by_owner) < segments.num_owners:
         raise ValueError(
-            f"changes must have one entry for each of {segments.num_owners} owners, got "
+            f"changes must have an entry for each of {segments.num_owners} owners, got "
             f"{len(changes.by_owner)}"
         )
     if len(segments.stops) and segments.stops[-1] > x.shape[0]:
         raise ValueError(f"segments end at row {segments.stops[-1]}, x has {x.shape[0]} rows")
-    if changes.has_bias.any():
-        _add_biases(d, segments, changes)
-    LOW_RANK.choose(x.device, x.dtype).run(d, x, segments, changes)
+    add = LOW_RANK.choose(x.device, x.dtype).run(x, segments, changes, tiles)
 
+    def add_to(d: Tensor) -> None:
+        require_tensor("d", d, shape=(x.shape[0], changes.n), dtypes=(x.dtype,), device=device)
+        add(d)
 
-def _add_biases(d: Tensor, segments: RowSegments, changes: LowRankChanges) -> None:
-    for owner in np.unique(segments.owners).tolist():
-        change = changes.by_owner[owner]
-        if change is None or change.bias is None:
-            continue
-        rows = segments.rows_of(owner)
-        if isinstance(rows, slice):
-            d[rows].add_(change.bias)
-        else:
-            d.index_add_(0, rows.to(d.device), change.bias.expand(len(rows), -1))
+    return add_to
 
 
 @LOW_RANK.triton_kernel(beside="")
-def _run_triton(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChanges) -> None:
-    triton_backend.kernels(x.device).add_low_rank(
-        d,
+def _run_triton(
+    x: Tensor, segments: RowSegments, changes: LowRankChanges, tiles: RowTiles | None
+) -> Callable[[Tensor], None]:
+    found: Callable[[Tensor], None] = triton_backend.kernels(x.device).start_low_rank(
         x,
-        segments,
+        tiles_on(x.device, segments, x.shape[0]) if tiles is None else tiles,
+        n=changes.n,
         addresses=changes.addresses,
-        has_change=changes.has_product,
+        ranges=changes.ranges,
         max_rank=changes.max_rank,
     )
+    return found
 
 
 @LOW_RANK.in_torch()
-def _run_torch(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChanges) -> None:
+def _run_torch(
+    x: Tensor, segments: RowSegments, changes: LowRankChanges, tiles: RowTiles | None
+) -> Callable[[Tensor], None]:
     """Two products for each owner of rows, which are gathered where they are apart."""
-    for owner in np.unique(segments.owners).tolist():
-        change = changes.by_owner[owner]
-        if change is None or change.rank == 0:
-            continue
-        rows = segments.rows_of(owner)
-        if isinstance(rows, slice):
-            d[rows].addmm_(x[rows] @ change.a.T, change.b.T)
-            continue
-        rows = rows.to(x.device)
-        d.index_add_(0, rows, x[rows] @ change.a.T @ change.b.T)
+
+    def add(d: Tensor) -> None:
+        for owner in np.unique(segments.owners).tolist():
+            change = changes.by_owner[owner]
+            if change is None:
+                continue
+            found = segments.rows_of(owner)
+            rows = found if isinstance(found, slice) else torch.from_numpy(found).to(x.device)
+            if isinstance(rows, slice):
+                own = d[rows]  # a view
+                own.addmm_(x[rows] @ change.a.T, change.b.T)
+                if change.bias is not None:
+                    own += change.bias
+                continue
+            sums = x[rows] @ change.a.T @ change.b.T
+            d.index_add_(0, rows, sums if change.bias is None else sums + change.bias)
+
+    return add
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,6 +270,7 @@ class AdaptedWeight(QuantizedWeight):
     base: Weight
     segments: RowSegments
     changes: LowRankChanges
+    tiles: RowTiles | None = None
 
     @property
     def n(self) -> int:
@@ -212,7 +296,8 @@ class AdaptedWeight(QuantizedWeight):
     ) -> Tensor:
         base = self.base
         # All rows of a gated weight: the change is that of gates and values, before their product.
+        add = start_low_rank(x, self.segments, self.changes, tiles=self.tiles)
         d = (base.fused if isinstance(base, GatedWeight) else base).matmul(x)
-        add_low_rank(d, x, self.segments, self.changes)
+        add(d)
         d = base.activated(d, activation)
         return d if residual is None else d.add_(residual)

@@ -56,6 +56,10 @@ class BatchLayout:
         cu_seqlens = self.padded(arrays["cu_seqlens"])
         self._block.write(block, {**arrays, "cu_seqlens": cu_seqlens})
 
+    def write_array(self, block: np.ndarray, name: str, array: np.ndarray) -> None:
+        """Fills one array of a host block; what is beyond its own is zeros."""
+        self._block.write_array(block, name, array)
+
     def start(self, name: str) -> int:
         """Where an array begins in the block, in int32s; -1 where there is none of this name."""
         return self._block.start(name)

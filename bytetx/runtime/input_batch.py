@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bytetx.adapter_rows import AdapterRows
+
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
@@ -20,7 +22,7 @@ class InputBatch:
     needed, in order.  num_samples: int32 [batch_size], how many of a sequence's last rows sample: 0
     or 1, or more with a draft.
     is_decode: whether each row is the token that its sequence sampled last.
-    adapters: object [batch_size], the adapter of each sequence or None; None where none has one.
+    adapters: of the rows; None where no sequence has one.
     """
 
     input_ids: np.ndarray
@@ -36,4 +38,4 @@ class InputBatch:
     num_samples: np.ndarray
     page_size: int
     is_decode: bool
-    adapters: np.ndarray | None = None
+    adapters: AdapterRows | None = None

@@ -20,7 +20,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from bytetx.adapter_rows import AdapterRows
 from bytetx.packed import PackedBatch, Past
+from bytetx.runtime.adapter_block import adapter_arrays, adapter_fields, on_device
 from bytetx.runtime.input_batch import InputBatch
 from bytetx.runtime.step_layout import BlockField, StepLayout
 
@@ -60,6 +62,7 @@ class PagedLayout:
 
     num_rows: tokens.  num_seqs: sequences, without the padding sequence of a mixed step.
     num_pages: columns of the page table.  num_samples: tokens that are sampled.
+    has_adapters: whether some of its sequences may have one.
     """
 
     num_rows: int
@@ -67,6 +70,7 @@ class PagedLayout:
     num_pages: int
     num_samples: int
     is_decode: bool
+    has_adapters: bool
     block: StepLayout = field(compare=False)
 
     @property
@@ -93,6 +97,8 @@ class PagedLayout:
             "slot_mapping": -1,
             "slot_indices": padding_slot_index,
         }
+        if self.has_adapters and input_batch.adapters is not None:
+            arrays |= adapter_arrays(input_batch.adapters, self.num_rows)
         if self.is_decode:
             arrays["cu_seqlens"] = np.arange(self.num_rows + 1, dtype=np.int32)
             arrays["slot_indices"] = input_batch.slot_indices
@@ -107,8 +113,10 @@ class PagedLayout:
         fillers |= {"cu_seqlens": self.num_rows, "logits_rows": self.num_rows - 1}
         self.block.write(block, arrays, fillers=fillers)
 
-    def read(self, block: torch.Tensor, *, page_size: int) -> PagedStep:
-        """The step of a device block."""
+    def read(
+        self, block: torch.Tensor, *, page_size: int, adapters: AdapterRows | None = None
+    ) -> PagedStep:
+        """The step of a device block.  adapters: of its rows."""
         views = self.block.views(block)
         table = views["page_table"]
         past = Past(
@@ -129,15 +137,17 @@ class PagedLayout:
             seqlens=torch.full((len(table),), int(self.is_decode), dtype=torch.int32),
             max_seqlen=1 if self.is_decode else self.num_rows,
             past=past,
+            adapters=None if adapters is None else on_device(adapters, views, self.num_rows),
         )
         return PagedStep(batch, views["slot_indices"], views.get("logits_rows"))
 
 
 @lru_cache(maxsize=256)
-def decode_layout(num_rows: int, num_pages: int) -> PagedLayout:
+def decode_layout(num_rows: int, num_pages: int, *, has_adapters: bool = False) -> PagedLayout:
     """The layout of the smallest bucket that holds such a decode step."""
     rows, pages = round_rows(num_rows), _round_pages(num_pages)
     fields = (
+        *(adapter_fields(rows, rows) if has_adapters else ()),
         BlockField("cu_seqlens", (rows + 1,)),
         *(
             BlockField(name, (rows,))
@@ -145,12 +155,18 @@ def decode_layout(num_rows: int, num_pages: int) -> PagedLayout:
         ),
         BlockField("page_table", (rows, pages)),
     )
-    return PagedLayout(rows, rows, pages, rows, is_decode=True, block=StepLayout(fields))
+    block = StepLayout(fields)
+    return PagedLayout(rows, rows, pages, rows, True, has_adapters=has_adapters, block=block)
 
 
 @lru_cache(maxsize=256)
 def mixed_layout(
-    total_tokens: int, num_seqs: int, num_pages: int, num_samples: int = 0
+    total_tokens: int,
+    num_seqs: int,
+    num_pages: int,
+    num_samples: int = 0,
+    *,
+    has_adapters: bool = False,
 ) -> PagedLayout:
     """The layout of the smallest bucket that holds such a mixed step.
 
@@ -159,13 +175,15 @@ def mixed_layout(
     rows, seqs = _round_tokens(total_tokens), _round_seqs(num_seqs)
     pages, samples = _round_pages(num_pages), _round_seqs(max(num_seqs, num_samples))
     fields = (
+        *(adapter_fields(rows, seqs) if has_adapters else ()),
         BlockField("cu_seqlens", (seqs + 2,)),
         BlockField("kv_seqlens", (seqs + 1,)),
         *(BlockField(name, (rows,)) for name in ("input_ids", "positions", "slot_mapping")),
         *(BlockField(name, (samples,)) for name in ("logits_rows", "slot_indices")),
         BlockField("page_table", (seqs + 1, pages)),
     )
-    return PagedLayout(rows, seqs, pages, samples, is_decode=False, block=StepLayout(fields))
+    block = StepLayout(fields)
+    return PagedLayout(rows, seqs, pages, samples, False, has_adapters=has_adapters, block=block)
 
 
 def round_rows(num_rows: int) -> int:

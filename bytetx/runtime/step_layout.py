@@ -41,16 +41,22 @@ class StepLayout:
         arrays: int32, one for each field, at most as large as the field.  fillers: by field name, 0
         by default.  Columns of a two-dimensional field beyond those of its array are not written.
         """
-        for name, (start, end, shape) in self._fields.items():
-            array, num_rows = arrays[name], len(arrays[name])
+        for name in self._fields:
             filler = 0 if fillers is None else fillers.get(name, 0)
-            if array.ndim == 1:
-                block[start : start + num_rows] = array
-                block[start + num_rows : end] = filler
-            else:
-                target = block[start:end].reshape(shape)
-                target[:num_rows, : array.shape[1]] = array
-                target[num_rows:] = filler
+            self.write_array(block, name, arrays[name], filler=filler)
+
+    def write_array(
+        self, block: np.ndarray, name: str, array: np.ndarray, *, filler: int = 0
+    ) -> None:
+        """`write` of one field."""
+        (start, end, shape), num_rows = self._fields[name], len(array)
+        if array.ndim == 1:
+            block[start : start + num_rows] = array
+            block[start + num_rows : end] = filler
+        else:
+            target = block[start:end].reshape(shape)
+            target[:num_rows, : array.shape[1]] = array
+            target[num_rows:] = filler
 
     def start(self, name: str) -> int:
         """Where a field begins in the block; -1 where there is no such field."""

@@ -146,7 +146,7 @@ def test_the_least_recently_used_graph_goes(plain: Model, monkeypatch: pytest.Mo
     model, queue = queued(plain)
 
     def tokens() -> list[int]:
-        return [bucket.total_tokens for bucket, _ in queue._graphs._graphs]
+        return [bucket.total_tokens for bucket, *_ in queue._graphs._graphs]
 
     for num_texts in (1, 1, 2, 2, 1, 4, 4):
         model.embed([[7] * 35] * num_texts)

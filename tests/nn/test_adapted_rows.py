@@ -1,63 +1,141 @@
-"""The tables of a model's adapters that passes share."""
+"""The slots of a model's adapters, whose tables passes and CUDA graphs share."""
 
 import gc
+import threading
 import weakref
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
-from bytetx.nn.adapted_rows import AdaptedRows, Adapter, AdapterTables
+from bytetx.adapter_rows import AdapterRows
+from bytetx.nn.adapted_rows import AdaptedRows, Adapter, AdapterSlots
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.low_rank import LowRankChange
-from bytetx.packed import AdapterRows
+
+CPU = torch.device("cpu")
 
 
-def adapter_of(name: str, w: LinearWeight, rank: int) -> Adapter:
+def adapter_of(name: str, w: LinearWeight, rank: int, slots: AdapterSlots) -> Adapter:
     change = LowRankChange(torch.randn(rank, w.k), torch.randn(w.n, rank))
-    return Adapter(name, Path(name), {id(w): change})
+    return Adapter.of(name, Path(name), {id(w): change}, slots)
 
 
-def rows_of(adapters: list[Adapter | None]) -> AdapterRows:
-    each = np.empty(len(adapters), dtype=object)
-    each[:] = adapters
-    rows = AdapterRows.of(each)
+def rows_of(adapters: list[Adapter | None]) -> AdaptedRows:
+    rows = AdapterRows.of(adapters, np.arange(len(adapters) + 1))
     assert rows is not None
-    return rows
+    return AdaptedRows(rows, len(adapters), CPU)
+
+
+def change_of(adapter: Adapter, w: LinearWeight) -> LowRankChange:
+    change = adapter.changes.of_weight[id(w)].by_owner[adapter.slot]
+    assert change is not None
+    return change
+
+
+def plain(n: int = 24) -> LinearWeight:
+    return prepare_linear(torch.randn(n, 16), torch.randn(n), prepack=False)
+
+
+def assert_own(given: list[Adapter | None], w: LinearWeight) -> None:
+    """Each row has the change of its adapter."""
+    x = torch.randn(len(given), 16)
+    wanted = w.matmul(x)
+    for i, adapter in enumerate(given):
+        if adapter is not None:
+            change = change_of(adapter, w)
+            wanted[i] += x[i] @ change.a.T @ change.b.T
+    torch.testing.assert_close(rows_of(given).column_parallel(x, w), wanted, atol=1e-4, rtol=1e-5)
 
 
 def test_passes_with_other_adapters_give_each_row_its_own() -> None:
     torch.manual_seed(0)
-    w = prepare_linear(torch.randn(24, 16), torch.randn(24), prepack=False)
-    tables, x = AdapterTables(), torch.randn(5, 16)
-    a, b, c = (adapter_of(name, w, rank) for name, rank in (("a", 1), ("b", 4), ("c", 7)))
+    w, slots = plain(), AdapterSlots()
+    a, b, c = (adapter_of(name, w, rank, slots) for name, rank in (("a", 1), ("b", 4), ("c", 7)))
     for given in ([a] * 5, [b, None, a, b, b], [c, c, None, None, a], [None, b, b, c, a]):
-        ours = AdaptedRows(rows_of(given), tables).column_parallel(x, w)
-        wanted = w.matmul(x)
-        for i, adapter in enumerate(given):
-            if adapter is not None:
-                change = adapter.changes[id(w)]
-                wanted[i] += x[i] @ change.a.T @ change.b.T
-        torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-5)
+        assert_own(given, w)
 
 
 def test_a_weight_that_no_adapter_of_the_pass_changes_runs_as_it_is() -> None:
-    w, other = (prepare_linear(torch.randn(24, 16), None, prepack=False) for _ in range(2))
-    tables, x = AdapterTables(), torch.randn(3, 16)
-    first = adapter_of("a", w, 2)
-    AdaptedRows(rows_of([first] * 3), tables).column_parallel(x, w)
-    rows = AdaptedRows(rows_of([adapter_of("b", other, 2)] * 3), tables)
-    assert torch.equal(rows.column_parallel(x, w), w.matmul(x))
+    w, other, slots = plain(), plain(), AdapterSlots()
+    first, second = adapter_of("a", w, 2, slots), adapter_of("b", other, 2, slots)
+    x = torch.randn(3, 16)
+    assert torch.equal(rows_of([second] * 3).column_parallel(x, w), w.matmul(x))
+    assert_own([first, None, first], w)
 
 
 def test_an_adapter_that_nobody_has_leaves_the_memory() -> None:
-    w = prepare_linear(torch.randn(24, 16), None, prepack=False)
-    tables, x = AdapterTables(), torch.randn(3, 16)
-    kept, given_up = adapter_of("kept", w, 2), adapter_of("gone", w, 3)
-    AdaptedRows(rows_of([kept, given_up, None]), tables).column_parallel(x, w)
-    changes = weakref.ref(given_up.changes[id(w)].a)
+    w, slots = plain(), AdapterSlots()
+    kept, given_up = adapter_of("kept", w, 2, slots), adapter_of("gone", w, 3, slots)
+    assert_own([kept, given_up, None], w)
+    changes = weakref.ref(change_of(given_up, w).a)
     del given_up
     gc.collect()
     assert changes() is None
-    ours = AdaptedRows(rows_of([kept, None, kept]), tables).column_parallel(x, w)
-    assert not torch.equal(ours[0], w.matmul(x)[0]) and torch.equal(ours[1], w.matmul(x)[1])
+    assert_own([kept, None, kept], w)
+
+
+def test_a_new_adapter_takes_a_free_slot_of_the_same_tables() -> None:
+    """A captured pass of the others still runs."""
+    w, slots = plain(), AdapterSlots()
+    first, second = adapter_of("a", w, 2, slots), adapter_of("b", w, 7, slots)
+    changes, slot = slots.current, second.slot
+    del second
+    again = adapter_of("c", w, 9, slots)
+    assert again.slot == slot and slots.current is changes
+    assert_own([first, again, None], w)
+    assert changes.of_weight[id(w)].addresses[slot].tolist()[2] == 9
+
+
+@pytest.mark.parametrize("why", ["rank", "weight", "number"])
+def test_tables_grow(why: str) -> None:
+    w, other, slots = plain(), plain(), AdapterSlots()
+    first = adapter_of("a", w, 2, slots)
+    before = slots.current
+    more = {"rank": 1, "weight": 1, "number": 8}[why]
+    ranks, weight = {"rank": 17}.get(why, 2), other if why == "weight" else w
+    added = [adapter_of(str(i), weight, ranks, slots) for i in range(more)]
+    assert slots.current.version == before.version + 1
+    assert before.of_weight[id(w)].by_owner[first.slot] is change_of(first, w)
+    assert len({adapter.slot for adapter in (first, *added)}) == more + 1
+    assert_own([first, None, first], w)
+    assert_own([*added, None], weight)
+
+
+def test_a_change_that_does_not_fit_leaves_its_slot_free() -> None:
+    w, slots = plain(), AdapterSlots()
+    first = adapter_of("a", w, 2, slots)
+    wrong = LowRankChange(torch.randn(2, 15), torch.randn(w.n, 2))
+    with pytest.raises(ValueError, match="a must"):
+        Adapter.of("wrong", Path("wrong"), {id(w): wrong}, slots)
+    second = adapter_of("b", w, 2, slots)
+    assert second.slot == 1
+    assert_own([first, second], w)
+
+
+def test_threads_add_and_give_up_adapters_while_others_pass() -> None:
+    w, slots = plain(), AdapterSlots()
+    errors: list[BaseException] = []
+
+    def churn(seed: int) -> None:
+        try:
+            mine = [adapter_of(f"{seed}", w, 1 + seed, slots)]
+            for i in range(40):
+                mine.append(adapter_of(f"{seed}-{i}", w, 1 + (seed * i) % 21, slots))
+                if len(mine) > 3:
+                    mine.pop(i % 3)
+                rows = [*mine, None]
+                assert_own(rows, w)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=churn, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    gc.collect()
+    alive = adapter_of("last", w, 1, slots)
+    assert alive.slot == 0

@@ -402,9 +402,9 @@ def test_an_adapter_is_freed_with_its_last_request(bert: Model) -> None:
     right = bert.embed(TEXTS, adapter="a")
     stream = bert.embed(TEXTS * 40, adapter="a", stream=True)
     first = next(iter(stream))
-    changes = bert.loras.get("a").adapter.changes
-    held = weakref.ref(changes[id(bert.transformer.layers.weights[0].qkv)].a)
-    del changes
+    adapter, weight = bert.loras.get("a").adapter, bert.transformer.layers.weights[0].qkv
+    held = weakref.ref(adapter.changes.of_weight[id(weight)].by_owner[adapter.slot].a)
+    del adapter
     bert.remove_adapter("a")
     assert close([first, *stream][: len(TEXTS)], right)
     del stream, first

@@ -13,7 +13,7 @@ from bytetx.ops.triton_kernels.late_interaction import (
     maxsim_of_one,
     tiles_of,
 )
-from bytetx.ops.triton_kernels.low_rank import add_low_rank
+from bytetx.ops.triton_kernels.low_rank import start_low_rank
 from bytetx.ops.triton_kernels.norms import embed, norm
 from bytetx.ops.triton_kernels.padding import count_tokens, pack_padded, unpack_padded
 from bytetx.ops.triton_kernels.paged import paged_attention
@@ -23,7 +23,7 @@ from bytetx.ops.triton_kernels.sequences import sequence_bounds
 
 __all__ = [
     "MAX_ONE_QUERY",
-    "add_low_rank",
+    "start_low_rank",
     "argmax",
     "count_tokens",
     "disentangled_attention",

@@ -65,6 +65,12 @@ def has_tensor_descriptors(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in DESCRIPTOR_MAJORS
 
 
+@cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a kernel can start before the one before it ends (programmatic launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 

@@ -1,123 +1,258 @@
-"""Low-rank changes of the rows of a product, another one for each segment of rows."""
+"""Low-rank changes of the rows of a product, another one for each owner of rows."""
 
-import numpy as np
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from bytetx.ops.triton_kernels.launch import dot_precision, launch
-from bytetx.packed import RowSegments, upload
+from bytetx.ops.low_rank import RANGE_COLUMNS, RowTiles
+from bytetx.ops.triton_kernels.launch import dot_precision, launch, launches_early
 
-_ROWS, _COLUMNS, _INNER, _RANKS = 32, 128, 64, 16
+_MAX_FUSED_RANK = 64  # ranks that a program holds
+_MANY_ROWS = 64  # from tiles of this size on, one kernel computes both products
+_MAX_SPLITS = 8
+_EXPAND_PROGRAMS = 16  # for tiles of few rows
 
 
-@triton.jit(do_not_specialize=["max_rank"])
-def _shrink_kernel(
+@triton.jit
+def _tile(number, rows, tiles, factors, BLOCK_M: tl.constexpr):
+    """(row numbers, which of them count, owner, its rank, the address of its bias or 0) of a tile.
+
+    One without rows has no rank and no bias. Rows beyond its end are read as row 0, and not stored.
+    """
+    tile = tiles + 3 * number
+    first, num_rows, owner = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    offsets = tl.arange(0, BLOCK_M)
+    own = offsets < num_rows
+    numbers = tl.load(rows + first + offsets, mask=own, other=0)
+    rank = tl.where(num_rows > 0, tl.load(factors + 4 * owner + 2).to(tl.int32), 0)
+    bias = tl.where(num_rows > 0, tl.load(factors + 4 * owner + 3), 0)
+    return numbers.to(tl.int64), own, owner, rank, bias
+
+
+@triton.jit
+def _bias_of(bias, columns, n, d):
+    """f32 [BLOCK_N]: of these outputs, 0 where there is none."""
+    places = bias.to(tl.pointer_type(d.dtype.element_ty)) + columns
+    return tl.load(places, mask=columns < tl.where(bias != 0, n, 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _shrink(
     x,
-    middle,
-    tiles,
-    factors,
+    numbers,
+    a,
+    rank,
+    start,
     k,
-    max_rank,
+    first_k,
+    end_k,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """middle = x @ a.T in f32, a program for each tile of rows, as many columns as its rank."""
-    tile = tiles + 3 * tl.program_id(0)
-    first, num_rows, owner = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    a = tl.load(factors + 3 * owner).to(tl.pointer_type(x.dtype.element_ty))
-    rank = tl.load(factors + 3 * owner + 2).to(tl.int32)
-    offsets, inner, ranks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
-    # Rows and ranks beyond the end are read as the last, and not stored.
-    rows = (first + tl.minimum(offsets, num_rows - 1)).to(tl.int64)
-    x_rows = x + rows[:, None] * k + inner[None, :]
+    """x[numbers, first_k:end_k] @ a[start : start + BLOCK_R, first_k:end_k].T, f32."""
+    inner = first_k + tl.arange(0, BLOCK_K)
+    # Ranks beyond the end are read as the last; without any, nothing is read.
+    own = tl.minimum(start + tl.arange(0, BLOCK_R), rank - 1).to(tl.int64)
+    end_a = tl.where(rank > 0, end_k, 0)
+    x_rows = x + numbers[:, None] * k + inner[None, :]
+    a_rows = a + own[:, None] * k + inner[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for at in range(0, end_k - first_k, BLOCK_K):
+        is_inner = (at + inner < end_k)[None, :]
+        left = tl.load(x_rows + at, mask=is_inner, other=0.0)
+        right = tl.load(a_rows + at, mask=(at + inner < end_a)[None, :], other=0.0)
+        acc = tl.dot(left, tl.trans(right), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["m"])
+def _shrink_kernel(
+    x,
+    middle,
+    rows,
+    tiles,
+    factors,
+    m,
+    k,
+    split_k,
+    max_rank,
+    EARLY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """middle[split] = x @ a.T of split_k columns, a program for each tile of rows and split.
+
+    EARLY: it starts before the kernel before it ends, and lets the next one start, too.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    numbers, own, owner, rank, bias = _tile(tl.program_id(0), rows, tiles, factors, BLOCK_M)
+    a = tl.load(factors + 4 * owner).to(tl.pointer_type(x.dtype.element_ty))
+    split = tl.program_id(1)
+    first_k = split * split_k
+    end_k = tl.minimum(first_k + split_k, k)
+    places = middle + (split.to(tl.int64) * m + numbers[:, None]) * max_rank
+    if EARLY:
+        gdc_wait()
     for start in range(0, rank, BLOCK_R):
-        own = start + ranks
-        a_rows = a + tl.minimum(own, rank - 1).to(tl.int64)[:, None] * k + inner[None, :]
-        acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        for at in range(0, k, BLOCK_K):
-            is_inner = (at + inner < k)[None, :]
-            left = tl.load(x_rows + at, mask=is_inner, other=0.0)
-            right = tl.load(a_rows + at, mask=is_inner, other=0.0)
-            acc = tl.dot(left, tl.trans(right), acc, input_precision=PRECISION)
-        mask = (offsets < num_rows)[:, None] & (own < rank)[None, :]
-        tl.store(middle + rows[:, None] * max_rank + own[None, :], acc, mask=mask)
+        ranks = start + tl.arange(0, BLOCK_R)
+        acc = _shrink(
+            x, numbers, a, rank, start, k, first_k, end_k, PRECISION, BLOCK_M, BLOCK_K, BLOCK_R
+        )
+        tl.store(places + ranks[None, :], acc, mask=own[:, None] & (ranks < rank)[None, :])
 
 
-@triton.jit(do_not_specialize=["max_rank", "stride"])
+@triton.jit(do_not_specialize=["m", "num_tiles"])
 def _expand_kernel(
     d,
     middle,
+    rows,
     tiles,
     factors,
+    ranges,
+    num_tiles,
+    m,
     n,
     stride,
     max_rank,
+    EARLY: tl.constexpr,
+    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """d += middle @ b.T, a program for each tile of rows and columns."""
-    tile = tiles + 3 * tl.program_id(0)
-    first, num_rows, owner = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    b = tl.load(factors + 3 * owner + 1).to(tl.pointer_type(d.dtype.element_ty))
-    rank = tl.load(factors + 3 * owner + 2).to(tl.int32)
-    offsets, ranks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = (first + tl.minimum(offsets, num_rows - 1)).to(tl.int64)
-    b_rows = b + tl.minimum(columns, n - 1).to(tl.int64)[:, None] * rank
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, rank, BLOCK_R):
-        own = start + ranks
-        is_own = (own < rank)[None, :]
-        left = tl.load(middle + rows[:, None] * max_rank + own[None, :], mask=is_own, other=0.0)
-        right = tl.load(b_rows + own[None, :], mask=is_own, other=0.0)
-        acc = tl.dot(left.to(right.dtype), tl.trans(right), acc, input_precision=PRECISION)
-    mask = (offsets < num_rows)[:, None] & (columns < n)[None, :]
-    places = d + rows[:, None] * stride + columns[None, :]
-    acc += tl.load(places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(places, acc.to(d.dtype.element_ty), mask=mask)
+    """d += middle.sum(0) @ b.T, of a block of columns, and of every num_programs-th tile of rows.
+
+    Tiles without rows are many, and a program for each would take longer than the products.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    block = tl.program_id(1)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        numbers, own, owner, rank, bias = _tile(number, rows, tiles, factors, BLOCK_M)
+        used = ranges + 2 * (owner.to(tl.int64) * tl.cdiv(n, BLOCK_N) + block)
+        first, end = tl.load(used), tl.minimum(tl.load(used + 1), rank)
+        limit = tl.where(first < end, n, tl.where(bias != 0, n, 0))
+        if limit > 0:
+            b = tl.load(factors + 4 * owner + 1).to(tl.pointer_type(d.dtype.element_ty))
+            mask = own[:, None] & (columns < n)[None, :]
+            places = d + numbers[:, None] * stride + columns[None, :]
+            acc = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+            acc += _bias_of(bias, columns, n, d)[None, :]
+            b_rows = b + tl.minimum(columns, n - 1).to(tl.int64)[:, None] * rank
+            for start in range(first // 16 * 16, end, BLOCK_R):
+                ranks = start + tl.arange(0, BLOCK_R)
+                is_own = (ranks < end)[None, :]
+                right = tl.load(b_rows + ranks[None, :], mask=is_own, other=0.0)
+                parts = middle + numbers[:, None] * max_rank + ranks[None, :]
+                left = tl.load(parts, mask=is_own, other=0.0)
+                for split in tl.static_range(1, SPLITS):
+                    part = parts + split * m.to(tl.int64) * max_rank
+                    left += tl.load(part, mask=is_own, other=0.0)
+                acc = tl.dot(left.to(right.dtype), tl.trans(right), acc, input_precision=PRECISION)
+            tl.store(places, acc.to(d.dtype.element_ty), mask=mask)
 
 
-def add_low_rank(
-    d: Tensor,
-    x: Tensor,
-    segments: RowSegments,
-    *,
-    addresses: Tensor,
-    has_change: np.ndarray,
-    max_rank: int,
-) -> None:
-    """ops.low_rank.add_low_rank on checked arguments; the others as of its LowRankChanges."""
-    plan = ("tiles", x.device, has_change.tobytes())
-    tiles = segments.plans.get(plan)
-    if tiles is None:
-        tiles = upload(torch.from_numpy(_tiles(segments, has_change)), x.device)
-        segments.plans[plan] = tiles
-    (m, k), n = x.shape, d.shape[1]
-    if not len(tiles) or not n or not k:
-        return
-    middle = torch.empty((m, max_rank), dtype=torch.float32, device=x.device)
-    meta = {"PRECISION": dot_precision(x.dtype), "BLOCK_M": _ROWS, "BLOCK_R": _RANKS}
+@triton.jit
+def _change_kernel(
+    d,
+    x,
+    rows,
+    tiles,
+    factors,
+    ranges,
+    n,
+    k,
+    stride,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """d += x @ a.T @ b.T, a program for each tile of rows; no rank exceeds BLOCK_R."""
+    numbers, own, owner, rank, bias = _tile(tl.program_id(0), rows, tiles, factors, BLOCK_M)
+    limit = tl.where(bias != 0, n, rank)
+    if limit > 0:
+        a = tl.load(factors + 4 * owner).to(tl.pointer_type(x.dtype.element_ty))
+        b = tl.load(factors + 4 * owner + 1).to(tl.pointer_type(x.dtype.element_ty))
+        acc = _shrink(x, numbers, a, rank, 0, k, 0, k, PRECISION, BLOCK_M, BLOCK_K, BLOCK_R)
+        ranks = tl.arange(0, BLOCK_R)
+        acc = tl.where((ranks < rank)[None, :], acc, 0.0).to(x.dtype.element_ty)
+        blocks = tl.cdiv(n, BLOCK_N)
+        used = ranges + 2 * owner.to(tl.int64) * blocks
+        for block in range(0, blocks):
+            columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            # A mask and no branch: the loads of the next block begin before this one's end.
+            is_used = tl.load(used + 2 * block) < tl.load(used + 2 * block + 1)
+            is_column = columns < tl.where(is_used, n, tl.where(bias != 0, n, 0))
+            mask = own[:, None] & is_column[None, :]
+            places = d + numbers[:, None] * stride + columns[None, :]
+            before = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+            before += _bias_of(bias, columns, n, d)[None, :]
+            b_rows = b + columns.to(tl.int64)[:, None] * rank
+            is_factor = is_column[:, None] & (ranks < rank)[None, :]
+            right = tl.load(b_rows + ranks[None, :], mask=is_factor, other=0.0)
+            sums = tl.dot(acc, tl.trans(right), before, input_precision=PRECISION)
+            tl.store(places, sums.to(d.dtype.element_ty), mask=mask)
+
+
+def start_low_rank(
+    x: Tensor, tiles: RowTiles, *, n: int, addresses: Tensor, ranges: Tensor, max_rank: int
+) -> Callable[[Tensor], None]:
+    """ops.low_rank.start_low_rank on checked arguments; the others as of its LowRankChanges."""
+    (m, k), num_tiles = x.shape, len(tiles.table)
+    if not num_tiles or not n or not k:
+        return _add_nothing
+    block_r = min(max(triton.next_power_of_2(max_rank), 16), _MAX_FUSED_RANK)
+    meta = {"PRECISION": dot_precision(x.dtype), "BLOCK_M": tiles.size, "BLOCK_R": block_r}
     meta |= {"num_warps": 4, "num_stages": 3}
-    tables, key = (tiles, addresses), (x.dtype, k, n, meta["PRECISION"])
-    shrink = {"key": key, "BLOCK_K": _INNER, **meta}
-    launch(_shrink_kernel, (len(tiles),), x, middle, *tables, k, max_rank, **shrink)
-    grid, stride = (len(tiles), triton.cdiv(n, _COLUMNS)), d.stride(0)
-    expand = {"key": key, "BLOCK_N": _COLUMNS, **meta}
-    launch(_expand_kernel, grid, d, middle, *tables, n, stride, max_rank, **expand)
+    tables = (tiles.rows, tiles.table, addresses)
+    sizes = (x.dtype, k, n, max_rank, *meta.values())
+    if tiles.size >= _MANY_ROWS and max_rank <= _MAX_FUSED_RANK:
+
+        def change(d: Tensor) -> None:
+            whole = {"key": (*sizes, d.stride(0)), "BLOCK_K": 64, "BLOCK_N": RANGE_COLUMNS, **meta}
+            grid = (num_tiles,)
+            launch(_change_kernel, grid, d, x, *tables, ranges, n, k, d.stride(0), **whole)
+
+        return change
+    splits, split_k, block_k = 1, k, 64
+    if tiles.size < _MANY_ROWS:  # few programs: each reads a part of k
+        block_k = 512 // x.element_size()
+        split_k = triton.cdiv(triton.cdiv(k, _MAX_SPLITS), block_k) * block_k
+        splits = triton.cdiv(k, split_k)
+        meta["EARLY"] = launches_early(x.device)
+        if meta["EARLY"]:
+            meta["launch_pdl"] = True
+    else:
+        meta["EARLY"] = False
+    middle = torch.empty((splits, m, max_rank), dtype=torch.float32, device=x.device)
+    shrink = {"key": sizes, "BLOCK_K": block_k, **meta}
+    grid = (num_tiles, splits)
+    launch(_shrink_kernel, grid, x, middle, *tables, m, k, split_k, max_rank, **shrink)
+
+    def expand(d: Tensor) -> None:
+        options = {"SPLITS": splits, "BLOCK_N": RANGE_COLUMNS, **meta}
+        options["key"] = (*sizes, d.stride(0))
+        places = (d, middle, *tables, ranges, num_tiles, m, n, d.stride(0), max_rank)
+        most = _EXPAND_PROGRAMS if tiles.size < _MANY_ROWS else num_tiles
+        grid = (min(num_tiles, most), triton.cdiv(n, RANGE_COLUMNS))
+        launch(_expand_kernel, grid, *places, **options)
+
+    return expand
 
 
-def _tiles(segments: RowSegments, has_change: np.ndarray) -> np.ndarray:
-    """int32 [num_tiles, 3]: first row, number of rows and owner of tiles of at most _ROWS rows."""
-    own = has_change[segments.owners] & (segments.stops > segments.starts)
-    starts, stops, owners = (t[own] for t in (segments.starts, segments.stops, segments.owners))
-    counts = -(-(stops - starts) // _ROWS)
-    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = np.repeat(starts, counts) + numbers * _ROWS
-    num_rows = np.minimum(np.repeat(stops, counts) - first, _ROWS)
-    return np.stack([first, num_rows, np.repeat(owners, counts)], axis=1).astype(np.int32)
+def _add_nothing(d: Tensor) -> None:
+    pass
