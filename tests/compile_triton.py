@@ -24,6 +24,7 @@ from bytetx.ops.triton_kernels import (
     attention,
     disentangled,
     gemm,
+    grouped,
     late_interaction,
     launch,
     low_rank,
@@ -36,7 +37,7 @@ from bytetx.ops.triton_kernels import (
 )
 
 MODULES = (
-    *(attention, disentangled, gemm, late_interaction, low_rank, norms),
+    *(attention, disentangled, gemm, grouped, late_interaction, low_rank, norms),
     *(padding, paged, rows, sampling, sequences),
 )
 POINTERS = {
@@ -152,6 +153,20 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         wide = torch.empty(4 * width, width, dtype=dtype)
         activations = torch.empty(m, width, dtype=dtype)
         triton_kernels.linear(activations, wide, wide[:, 0], activation="gelu", residual=None)
+    for bits, block_bytes in ((4, 2560), (8, 4352)):
+        codes = torch.zeros((24 * width // 64, width // 64, block_bytes), dtype=torch.uint8)
+        for m, n, is_gated in (
+            *((1, 4 * width, False), (1, 24 * width, True), (16, 4 * width, True)),
+            *((32, 4 * width, False), (32, 24 * width, True)),
+            *((64, 4 * width, True), (64, 24 * width, False), (128, 24 * width, True)),
+        ):
+            factor = torch.empty(n)
+            activations = torch.empty(m, width, dtype=dtype)
+            triton_kernels.grouped_linear(
+                activations, codes, factor, None, bits=bits, activation="silu", residual=None,
+                is_gated=is_gated,
+            )  # fmt: skip
+        triton_kernels.grouped_rows(codes, factor, None, k=width, bits=bits, dtype=dtype)
     bounds = np.array([0, 1, total - 1, total])
     segments = RowSegments.of(np.array([0, 1, 0]), bounds)
     for tiled_rows, rank in ((1, 16), (1 << 14, 16), (1 << 14, 100)):
@@ -190,7 +205,7 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
 
 
 def main(capability: int, sizes: list[str]) -> None:
-    for module in (gemm, paged, late_interaction):
+    for module in (gemm, grouped, paged, late_interaction):
         module.num_multiprocessors = lambda device: 132
     gemm.has_tensor_descriptors = partial(has_tensor_descriptors, capability)
     low_rank.launches_early = lambda device: capability >= 90

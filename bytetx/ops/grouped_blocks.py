@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bytetx.ops import native
+from bytetx.ops import native, triton_backend
 from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_tensor
 from bytetx.ops.coded_rows import GROUP
 from bytetx.ops.grouped_rounding import (
@@ -37,8 +37,9 @@ from bytetx.ops.weight import QuantizedWeight
 _OUTPUTS, _FEATURES = 64, 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1 << 26  # weights that are rounded at a time
-# Tokens from which writing the matrix out and the GEMM of 16-bit weights take less time.
-_MOST_FUSED_TOKENS = 512
+# Of each backend; for more tokens, writing the matrix out and the GEMM of 16-bit weights take less
+# time.
+_MOST_FUSED_TOKENS = {"native": 512, "triton": 128}
 
 # Shape class: dtype and features. run(x, w, *, activation, residual, is_gated) as of GroupedBlocks.
 GROUPED_LINEAR = Operation("grouped_linear", "cuda")
@@ -125,11 +126,10 @@ class GroupedBlocks(QuantizedWeight):
 
     def decodes(self, m: int) -> bool:
         """Whether products of m rows decode the codes as they multiply."""
-        backend = GROUPED_LINEAR.choose(self.blocks.device, self.dtype, self.k)
-        return backend.run is _run_kernel and self._is_fused(m)
+        return self._fuses(GROUPED_LINEAR.choose(self.blocks.device, self.dtype, self.k).name, m)
 
-    def _is_fused(self, m: int) -> bool:
-        return m <= _MOST_FUSED_TOKENS and not self.batch_invariant
+    def _fuses(self, backend: str, m: int) -> bool:
+        return m <= _MOST_FUSED_TOKENS.get(backend, -1) and not self.batch_invariant
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """(codes, numbers) of the blocks, [blocks of n, of k, bytes] and of dtype."""
@@ -174,6 +174,13 @@ def prepare_grouped_blocks(plain: LinearWeight, *, bits: int) -> GroupedBlocks:
     return GroupedBlocks(torch.cat(blocks), factor, plain.bias, *shape, sum_bias=plain.sum_bias)
 
 
+def why_no_coded_kernel(device: torch.device) -> str | None:
+    """Why products with these weights have no kernel on a GPU; None where they have one."""
+    if native.why_no_kernel("grouped_linear", device) is None:
+        return None
+    return triton_backend.why_no_triton(device)
+
+
 def _takes(device: torch.device, dtype: torch.dtype, features: int) -> bool:
     return dtype in DTYPE_NAMES and features % 8 == 0
 
@@ -183,7 +190,7 @@ def _run_kernel(
     x: Tensor, w: GroupedBlocks, *, activation: str, residual: Tensor | None, is_gated: bool
 ) -> Tensor:
     m = x.shape[0]
-    if not w._is_fused(m):
+    if not w._fuses("native", m):
         return _run_torch(x, w, activation=activation, residual=residual, is_gated=is_gated)
     x = x if is_aligned(x) else x.clone()
     d = x.new_empty((m, w.n // 2 if is_gated else w.n))
@@ -205,6 +212,25 @@ def _run_kernel(
         launch=native.launch_args(x.device),
     )
     return d if residual is None or fuses else d.add_(residual)
+
+
+@GROUPED_LINEAR.triton_kernel(takes=lambda device, dtype, features: dtype in DTYPE_NAMES)
+def _run_triton(
+    x: Tensor, w: GroupedBlocks, *, activation: str, residual: Tensor | None, is_gated: bool
+) -> Tensor:
+    if not w._fuses("triton", len(x)):
+        return _run_torch(x, w, activation=activation, residual=residual, is_gated=is_gated)
+    d: Tensor = triton_backend.kernels(x.device).grouped_linear(
+        x,
+        w.blocks,
+        w.factor,
+        w.bias,
+        bits=w.bits,
+        activation=activation,
+        residual=residual,
+        is_gated=is_gated,
+    )
+    return d
 
 
 @GROUPED_LINEAR.in_torch()
@@ -233,6 +259,15 @@ def _rows_by_kernel(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
         launch=native.launch_args(w.blocks.device),
     )
     return out
+
+
+@GROUPED_ROWS.triton_kernel(takes=lambda device, dtype, features: dtype in DTYPE_NAMES)
+def _rows_by_triton(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
+    index = None if indices is None else indices.long().contiguous()
+    rows: Tensor = triton_backend.kernels(w.blocks.device).grouped_rows(
+        w.blocks, w.factor, index, k=w.k, bits=w.bits, dtype=w.dtype
+    )
+    return rows
 
 
 @GROUPED_ROWS.in_torch()

@@ -7,6 +7,7 @@ this package through ops.triton_backend, which says whether it can be.
 from bytetx.ops.triton_kernels.attention import tree_attention, tree_tile_rows, varlen_attention
 from bytetx.ops.triton_kernels.disentangled import disentangled_attention
 from bytetx.ops.triton_kernels.gemm import linear
+from bytetx.ops.triton_kernels.grouped import grouped_linear, grouped_rows
 from bytetx.ops.triton_kernels.late_interaction import (
     MAX_ONE_QUERY,
     maxsim,
@@ -29,6 +30,8 @@ __all__ = [
     "disentangled_attention",
     "embed",
     "gate_rows",
+    "grouped_linear",
+    "grouped_rows",
     "linear",
     "maxsim",
     "maxsim_of_one",
