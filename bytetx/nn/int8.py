@@ -13,16 +13,9 @@ from bytetx.ops.int8_linear import prepare_int8_linear, why_no_int8_linear
 from bytetx.ops.linear import has_cpu_bf16
 
 
-def takes_int8(spec: ModelSpec) -> bool:
-    """Whether these weights are offered: encoders without experts."""
-    return not spec.is_causal and spec.experts is None
-
-
-def check(spec: ModelSpec, device: torch.device) -> None:
-    """Raises OptionError where the model cannot run so on the device."""
-    if device.type != "cpu":
-        raise OptionError(f"dtype int8 runs on CPUs, not on {device}; use float16 or fp8")
-    if not takes_int8(spec):
+def check(spec: ModelSpec) -> None:
+    """Raises OptionError where an encoder cannot run so on this CPU."""
+    if spec.experts is not None:
         raise OptionError(f"dtype int8 is not for the experts of {spec.family}; use bfloat16")
     reason = why_no_int8_linear()
     if reason is not None:
@@ -34,6 +27,6 @@ def activation_dtype() -> torch.dtype:
     return torch.bfloat16 if has_cpu_bf16() else torch.float32
 
 
-def quantize(layer: LayerWeights, is_last: bool) -> LayerWeights:
+def quantize(layer: LayerWeights) -> LayerWeights:
     """A layer of a model that check lets pass; plain weights come in, f32 or bf16."""
     return layer.converted(prepare_int8_linear)

@@ -10,8 +10,8 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
 from bytetx.nn import fp8, int8
 from bytetx.nn.layer import LayerWeights
-from bytetx.ops import native
 from bytetx.ops.coded_linear import prepare_coded_linear
+from bytetx.ops.grouped_blocks import why_no_coded_kernel
 from bytetx.ops.panel_linear import why_no_panels
 
 
@@ -48,13 +48,26 @@ def _check_groups(name: str, spec: ModelSpec, device: torch.device) -> None:
     if device.type == "cpu":
         reason, other = why_no_panels(), "float32"
     else:
-        reason, other = native.why_no_kernel("grouped_linear", device), "bfloat16"
+        reason, other = why_no_coded_kernel(device), "bfloat16"
     if reason is not None:
         raise OptionError(f"dtype {name} cannot run on {device}: {reason}; use {other}")
 
 
 def _in_groups(layer: LayerWeights, is_last: bool, *, bits: int) -> LayerWeights:
     return layer.converted(partial(prepare_coded_linear, bits=bits))
+
+
+def _check_encoder_int8(spec: ModelSpec, device: torch.device) -> None:
+    if device.type == "cpu":
+        int8.check(spec)
+    else:
+        _check_groups(INT8, spec, device)
+
+
+def _encoder_int8(layer: LayerWeights, is_last: bool) -> LayerWeights:
+    """On a CPU both sides of a product are integers; on a GPU weights alone, in groups."""
+    is_gpu = layer.qkv.dense.weight.is_cuda
+    return _in_groups(layer, is_last, bits=8) if is_gpu else int8.quantize(layer)
 
 
 _INT4 = WeightFormat(
@@ -66,7 +79,7 @@ _INT4 = WeightFormat(
 )
 WEIGHT_FORMATS = {
     FP8: WeightFormat(fp8.check, fp8.quantize),
-    INT8: WeightFormat(int8.check, int8.quantize, int8.activation_dtype),
+    INT8: WeightFormat(_check_encoder_int8, _encoder_int8, int8.activation_dtype),
     INT4: _INT4,
 }
 # Rows of causal models have a few features that are hundreds of times larger than the others, which

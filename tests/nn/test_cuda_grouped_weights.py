@@ -12,10 +12,13 @@ from tiny_decoders import tiny_decoder
 import bytetx
 from bytetx.nn.loading import load_checkpoint
 from bytetx.ops import grouped_blocks
+from bytetx.ops.gated import GatedWeight
 from bytetx.ops.grouped_blocks import GroupedBlocks
 from bytetx.packed import pack
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_backend")]
+
+ENCODERS = ("bert", "modernbert", "deberta-v2")
 
 
 @pytest.mark.parametrize("dtype", BITS)
@@ -29,7 +32,7 @@ def test_logits_are_those_of_the_weights_that_are_held(
     assert loaded.quantization == dtype and loaded.dtype == torch.float16
     got = logits(loaded, batch.to("cuda")).float()
     # Written out, the same numbers go through the GEMM of 16-bit weights.
-    monkeypatch.setattr(grouped_blocks, "_MOST_FUSED_TOKENS", 0)
+    monkeypatch.setattr(grouped_blocks, "_MOST_FUSED_TOKENS", {})
     written = logits(loaded, batch.to("cuda")).float()
     assert (got - written).norm() < 5e-3 * written.norm()
     plain = logits(load_checkpoint(folder, device="cpu", dtype="float32"), batch)
@@ -62,7 +65,7 @@ def test_generate_as_the_held_weights_do(
     model = bytetx.load(folder, device="cuda", dtype=dtype)
     alone = [model.generate([prompt], params)[0] for prompt in prompts[:5]]
     together = model.generate(prompts, params)
-    monkeypatch.setattr(grouped_blocks, "_MOST_FUSED_TOKENS", 0)
+    monkeypatch.setattr(grouped_blocks, "_MOST_FUSED_TOKENS", {})
     wanted = bytetx.load(folder, device="cuda", dtype=dtype).generate(prompts, params)
     for found in (alone, together):
         for one, other in zip(found, wanted, strict=False):
@@ -70,6 +73,7 @@ def test_generate_as_the_held_weights_do(
             assert abs(one.logprobs[0].logprob - other.logprobs[0].logprob) < 0.05
 
 
+@pytest.mark.parametrize("cuda_backend", ["native"], indirect=True)
 def test_a_batch_invariant_head_is_one(tmp_path: Path) -> None:
     folder = save_causal(tmp_path, "qwen3", hidden_size=128, head_dim=32, intermediate_size=256)
     loaded = load_checkpoint(folder, device="cuda", dtype="int4", batch_invariant=True)
@@ -78,10 +82,16 @@ def test_a_batch_invariant_head_is_one(tmp_path: Path) -> None:
     assert torch.equal(loaded.heads.lm.forward(rows)[:3], loaded.heads.lm.forward(rows[:3]))
 
 
-def test_encoders_take_int4(tmp_path: Path) -> None:
-    folder = save(tiny_model("bert", **SIZES), tmp_path)
+@pytest.mark.feature("Arithmetic", "int8 and int4 weights of encoders on GPUs")
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_take_them(family: str, dtype: str, tmp_path: Path) -> None:
+    folder = save(tiny_model(family, **SIZES), tmp_path)
     batch = pack(random_ids([5, 30]), has_token_types=True, position_offset=0)
-    coded = load_checkpoint(folder, device="cuda", dtype="int4").transformer
+    coded = load_checkpoint(folder, device="cuda", dtype=dtype).transformer
     plain = load_checkpoint(folder, device="cpu", dtype="float32").transformer.forward(batch)
     error = (coded.forward(batch.to("cuda")).float().cpu() - plain).norm() / plain.norm()
-    assert error < NEAR["int4"] and coded.embeddings.coded is None
+    assert error < NEAR[dtype] and coded.embeddings.coded is None
+    for layer in coded.layers.weights:
+        held = [w.fused if isinstance(w, GatedWeight) else w for w in layer.linears]
+        assert all(isinstance(w, GroupedBlocks) and w.bits == BITS[dtype] for w in held)
