@@ -69,8 +69,8 @@ def load(
     device: "auto" is CUDA where there is one.  dtype: float32, bfloat16 or float16 (fp32, bf16,
     fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16; "fastest"
     is bfloat16 on a CPU that multiplies it faster, elsewhere as "auto"; fp8: GEMMs multiply
-    E4M3 rows, on Hopper GPUs; int8, int4: weights stay 8 or 4 bits in memory, on Hopper
-    GPUs and on CPUs, which round rows to 8 bits (docs/quantization.md).
+    E4M3 rows, on Hopper GPUs; int8, int4: weights stay 8 or 4 bits in memory, on GPUs from
+    Ampere on and on CPUs, which round rows to 8 bits (docs/quantization.md).
     tp: processes that share the layers, each on a GPU of its own (on "cpu", all on the CPU); the
     others are started here, hold their share alone and end with the Model or its close().
     grid: processes in data x z x y x x, as "data2.z2": data takes some texts of each batch, z as
