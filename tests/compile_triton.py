@@ -169,12 +169,14 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         triton_kernels.grouped_rows(codes, factor, None, k=width, bits=bits, dtype=dtype)
     bounds = np.array([0, 1, total - 1, total])
     segments = RowSegments.of(np.array([0, 1, 0]), bounds)
-    for tiled_rows, rank in ((1, 16), (1 << 14, 16), (1 << 14, 100)):
+    for tiled_rows, rank in ((1, 16), (1, 64), (1 << 14, 64), (1 << 14, 100)):
         tiles = tiles_on(x.device, segments, tiled_rows)
-        triton_kernels.start_low_rank(
-            x, tiles, n=4 * width, addresses=torch.zeros(2, 3, dtype=torch.int64),
-            ranges=torch.zeros(2, 24, 2, dtype=torch.int32), max_rank=rank,
-        )(torch.empty(total, 4 * width, dtype=dtype))  # fmt: skip
+        for kind in (dtype, torch.float32):
+            triton_kernels.start_low_rank(
+                x.to(kind), tiles, n=4 * width, addresses=torch.zeros(2, 4, dtype=torch.int64),
+                ranges=torch.zeros(2, 24, 2, dtype=torch.int32), max_rank=rank,
+                has_bias=kind == dtype,
+            )(torch.empty(total, 4 * width, dtype=kind))  # fmt: skip
     triton_kernels.gate_rows(x, width // 2, block=32, activation="silu")
     cos = torch.empty(99, head_dim // 2)
     triton_kernels.rotary(q, cos, cos, ids, is_interleaved=False)

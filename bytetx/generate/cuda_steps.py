@@ -132,7 +132,7 @@ class CudaSteps:
         self, layout: PagedLayout, is_greedy: bool, source: Tensor, adapters: AdapterRows | None
     ) -> Tensor:
         """The step's output.  source: its block, in pinned memory.  adapters: of its rows."""
-        compute = partial(self._compute, layout, is_greedy, adapters)
+        compute = partial(self._compute, layout, is_greedy, adapters=adapters)
         captured = None
         if self._graphs is not None:
             sizes, version, keep = (layout.num_ints, layout.num_rows), None, None
@@ -149,7 +149,12 @@ class CudaSteps:
         return captured.outputs[0]
 
     def _compute(
-        self, layout: PagedLayout, is_greedy: bool, adapters: AdapterRows | None, block: Tensor
+        self,
+        layout: PagedLayout,
+        is_greedy: bool,
+        block: Tensor,
+        *,
+        adapters: AdapterRows | None = None,
     ) -> tuple[Tensor]:
         step = layout.read(block, page_size=self._cache.page_size, adapters=adapters)
         if layout.is_decode:

@@ -116,14 +116,18 @@ class AdapterSlots:
     def _larger(self) -> LayerChanges:
         """Tables for twice as many adapters as there are, and for their ranks and weights."""
         num_slots = max(_LEAST_SLOTS, 2 * len(self._changes))
-        like: dict[int, LowRankChange] = {}
+        by_weight: dict[int, list[LowRankChange]] = {}
         for changes in self._changes.values():
             for key, one in changes.items():
-                if key not in like or one.rank > like[key].rank:
-                    like[key] = one
+                by_weight.setdefault(key, []).append(one)
         tables = {
-            key: LowRankChanges(one, num_owners=num_slots, max_rank=one.rank)
-            for key, one in like.items()
+            key: LowRankChanges(
+                found[0],
+                num_owners=num_slots,
+                max_rank=max(one.rank for one in found),
+                has_bias=any(one.bias is not None for one in found),
+            )
+            for key, found in by_weight.items()
         }
         larger = LayerChanges(self.current.version + 1, num_slots, tables)
         for slot, changes in self._changes.items():

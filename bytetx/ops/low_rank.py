@@ -21,7 +21,7 @@ from bytetx.sequence_tree import rows_of
 LOW_RANK = Operation("low_rank")
 # Rows of a batch up to which tiles are small: in decode steps an owner has few.
 _FEW_ROWS = 512
-_TILE_SIZES = (16, 64)
+_TILE_SIZES = (16, 128)
 RANGE_COLUMNS = 128  # outputs of which LowRankChanges.ranges says which ranks change them
 _RANK_STEP = 16
 
@@ -65,17 +65,21 @@ class LowRankChanges:
 
     Passes, and CUDA graphs, read those of their rows' owners while others are put in place.
     by_owner: None where an owner changes nothing here.
-    n, k, dtype: of the layer.  max_rank: no change may exceed it.
+    n, k, dtype: of the layer.  max_rank: no change may exceed it.  has_bias: whether one may have a
+    bias.
     addresses: int64 [num_owners, 4] on the device of the changes: of a, of b, the rank, and the
         address of the bias, 0 where there is none.
     ranges: int32 [num_owners, ceil(n / RANGE_COLUMNS), 2], likewise: the first and one past the
         last column of b that is not zero everywhere in these rows of b.
     """
 
-    def __init__(self, like: LowRankChange, *, num_owners: int, max_rank: int):
+    def __init__(
+        self, like: LowRankChange, *, num_owners: int, max_rank: int, has_bias: bool = False
+    ):
         """like: a change with the layer's n, k, dtype and device, which is not put in place."""
         (self.n, _), (_, self.k) = like.b.shape, like.a.shape
         self.max_rank = max(-(-max_rank // _RANK_STEP), 1) * _RANK_STEP
+        self.has_bias = has_bias
         self.by_owner: list[LowRankChange | None] = [None] * num_owners
         self.dtype, device = like.a.dtype, like.a.device
         blocks = -(-self.n // RANGE_COLUMNS)
@@ -89,15 +93,17 @@ class LowRankChanges:
         if not given:
             raise ValueError("by_owner must have a change that is not None")
         max_rank = max(change.rank for change in given)
-        changes = cls(given[0], num_owners=len(by_owner), max_rank=max_rank)
+        has_bias = any(change.bias is not None for change in given)
+        sizes = {"num_owners": len(by_owner), "max_rank": max_rank}
+        changes = cls(given[0], **sizes, has_bias=has_bias)
         for owner, change in enumerate(by_owner):
             if change is not None:
                 changes.put(owner, change)
         return changes
 
     def admits(self, change: LowRankChange) -> bool:
-        """Whether its rank is at most max_rank."""
-        return change.rank <= self.max_rank
+        """Whether max_rank and has_bias allow it."""
+        return change.rank <= self.max_rank and (self.has_bias or change.bias is None)
 
     def put(self, owner: int, change: LowRankChange | None) -> None:
         """Give an owner that no pass has yet its change; on a GPU in the current stream's order.
@@ -230,6 +236,7 @@ def _run_triton(
         addresses=changes.addresses,
         ranges=changes.ranges,
         max_rank=changes.max_rank,
+        has_bias=changes.has_bias,
     )
     return found
 

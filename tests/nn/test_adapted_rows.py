@@ -17,8 +17,10 @@ from bytetx.ops.low_rank import LowRankChange
 CPU = torch.device("cpu")
 
 
-def adapter_of(name: str, w: LinearWeight, rank: int, slots: AdapterSlots) -> Adapter:
-    change = LowRankChange(torch.randn(rank, w.k), torch.randn(w.n, rank))
+def adapter_of(
+    name: str, w: LinearWeight, rank: int, slots: AdapterSlots, bias: torch.Tensor | None = None
+) -> Adapter:
+    change = LowRankChange(torch.randn(rank, w.k), torch.randn(w.n, rank), bias)
     return Adapter.of(name, Path(name), {id(w): change}, slots)
 
 
@@ -46,6 +48,8 @@ def assert_own(given: list[Adapter | None], w: LinearWeight) -> None:
         if adapter is not None:
             change = change_of(adapter, w)
             wanted[i] += x[i] @ change.a.T @ change.b.T
+            if change.bias is not None:
+                wanted[i] += change.bias
     torch.testing.assert_close(rows_of(given).column_parallel(x, w), wanted, atol=1e-4, rtol=1e-5)
 
 
@@ -88,14 +92,15 @@ def test_a_new_adapter_takes_a_free_slot_of_the_same_tables() -> None:
     assert changes.of_weight[id(w)].addresses[slot].tolist()[2] == 9
 
 
-@pytest.mark.parametrize("why", ["rank", "weight", "number"])
+@pytest.mark.parametrize("why", ["rank", "bias", "weight", "number"])
 def test_tables_grow(why: str) -> None:
     w, other, slots = plain(), plain(), AdapterSlots()
     first = adapter_of("a", w, 2, slots)
     before = slots.current
-    more = {"rank": 1, "weight": 1, "number": 8}[why]
+    more = 8 if why == "number" else 1
     ranks, weight = {"rank": 17}.get(why, 2), other if why == "weight" else w
-    added = [adapter_of(str(i), weight, ranks, slots) for i in range(more)]
+    bias = torch.randn(w.n) if why == "bias" else None
+    added = [adapter_of(str(i), weight, ranks, slots, bias) for i in range(more)]
     assert slots.current.version == before.version + 1
     assert before.of_weight[id(w)].by_owner[first.slot] is change_of(first, w)
     assert len({adapter.slot for adapter in (first, *added)}) == more + 1

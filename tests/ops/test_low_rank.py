@@ -121,6 +121,7 @@ def run_triton(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChan
         addresses=changes.addresses,
         ranges=changes.ranges,
         max_rank=changes.max_rank,
+        has_bias=changes.has_bias,
     )
     add(d)
 
@@ -155,7 +156,7 @@ def test_outputs_that_a_change_leaves_alone(rows: str) -> None:
 
 
 @pytest.mark.parametrize("rows", list(ROWS))
-@pytest.mark.parametrize("size", [1, 16, 64])
+@pytest.mark.parametrize("size", [1, 16, 128])
 def test_tiles_hold_each_row_once(rows: str, size: int) -> None:
     segments, total = segments_of(ROWS[rows]), sum(count for count, _ in ROWS[rows])
     numbers, table = row_tiles(segments, size)

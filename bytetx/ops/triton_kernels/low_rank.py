@@ -124,6 +124,8 @@ def _expand_kernel(
     stride,
     max_rank,
     EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RANGE: tl.constexpr,
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -141,7 +143,8 @@ def _expand_kernel(
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         numbers, own, owner, rank, bias = _tile(number, rows, tiles, factors, BLOCK_M)
-        used = ranges + 2 * (owner.to(tl.int64) * tl.cdiv(n, BLOCK_N) + block)
+        part = block * BLOCK_N // RANGE
+        used = ranges + 2 * (owner.to(tl.int64) * tl.cdiv(n, RANGE) + part)
         first, end = tl.load(used), tl.minimum(tl.load(used + 1), rank)
         limit = tl.where(first < end, n, tl.where(bias != 0, n, 0))
         if limit > 0:
@@ -149,17 +152,18 @@ def _expand_kernel(
             mask = own[:, None] & (columns < n)[None, :]
             places = d + numbers[:, None] * stride + columns[None, :]
             acc = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-            acc += _bias_of(bias, columns, n, d)[None, :]
+            if HAS_BIAS:
+                acc += _bias_of(bias, columns, n, d)[None, :]
             b_rows = b + tl.minimum(columns, n - 1).to(tl.int64)[:, None] * rank
             for start in range(first // 16 * 16, end, BLOCK_R):
                 ranks = start + tl.arange(0, BLOCK_R)
                 is_own = (ranks < end)[None, :]
                 right = tl.load(b_rows + ranks[None, :], mask=is_own, other=0.0)
-                parts = middle + numbers[:, None] * max_rank + ranks[None, :]
-                left = tl.load(parts, mask=is_own, other=0.0)
+                sums = middle + numbers[:, None] * max_rank + ranks[None, :]
+                left = tl.load(sums, mask=is_own, other=0.0)
                 for split in tl.static_range(1, SPLITS):
-                    part = parts + split * m.to(tl.int64) * max_rank
-                    left += tl.load(part, mask=is_own, other=0.0)
+                    one = sums + split * m.to(tl.int64) * max_rank
+                    left += tl.load(one, mask=is_own, other=0.0)
                 acc = tl.dot(left.to(right.dtype), tl.trans(right), acc, input_precision=PRECISION)
             tl.store(places, acc.to(d.dtype.element_ty), mask=mask)
 
@@ -175,6 +179,8 @@ def _change_kernel(
     n,
     k,
     stride,
+    HAS_BIAS: tl.constexpr,
+    RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -190,17 +196,18 @@ def _change_kernel(
         acc = _shrink(x, numbers, a, rank, 0, k, 0, k, PRECISION, BLOCK_M, BLOCK_K, BLOCK_R)
         ranks = tl.arange(0, BLOCK_R)
         acc = tl.where((ranks < rank)[None, :], acc, 0.0).to(x.dtype.element_ty)
-        blocks = tl.cdiv(n, BLOCK_N)
-        used = ranges + 2 * owner.to(tl.int64) * blocks
-        for block in range(0, blocks):
+        used = ranges + 2 * owner.to(tl.int64) * tl.cdiv(n, RANGE)
+        for block in range(0, tl.cdiv(n, BLOCK_N)):
+            part = used + 2 * (block * BLOCK_N // RANGE)
             columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
             # A mask and no branch: the loads of the next block begin before this one's end.
-            is_used = tl.load(used + 2 * block) < tl.load(used + 2 * block + 1)
+            is_used = tl.load(part) < tl.load(part + 1)
             is_column = columns < tl.where(is_used, n, tl.where(bias != 0, n, 0))
             mask = own[:, None] & is_column[None, :]
             places = d + numbers[:, None] * stride + columns[None, :]
             before = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-            before += _bias_of(bias, columns, n, d)[None, :]
+            if HAS_BIAS:
+                before += _bias_of(bias, columns, n, d)[None, :]
             b_rows = b + columns.to(tl.int64)[:, None] * rank
             is_factor = is_column[:, None] & (ranks < rank)[None, :]
             right = tl.load(b_rows + ranks[None, :], mask=is_factor, other=0.0)
@@ -209,7 +216,14 @@ def _change_kernel(
 
 
 def start_low_rank(
-    x: Tensor, tiles: RowTiles, *, n: int, addresses: Tensor, ranges: Tensor, max_rank: int
+    x: Tensor,
+    tiles: RowTiles,
+    *,
+    n: int,
+    addresses: Tensor,
+    ranges: Tensor,
+    max_rank: int,
+    has_bias: bool,
 ) -> Callable[[Tensor], None]:
     """ops.low_rank.start_low_rank on checked arguments; the others as of its LowRankChanges."""
     (m, k), num_tiles = x.shape, len(tiles.table)
@@ -219,36 +233,39 @@ def start_low_rank(
     meta = {"PRECISION": dot_precision(x.dtype), "BLOCK_M": tiles.size, "BLOCK_R": block_r}
     meta |= {"num_warps": 4, "num_stages": 3}
     tables = (tiles.rows, tiles.table, addresses)
-    sizes = (x.dtype, k, n, max_rank, *meta.values())
-    if tiles.size >= _MANY_ROWS and max_rank <= _MAX_FUSED_RANK:
+    itemsize, is_few = x.element_size(), tiles.size < _MANY_ROWS
+    sizes = (x.dtype, k, n, max_rank, has_bias, *meta.values())
+    # Products of f32 are not the tensor cores': their tiles are small.
+    block_n = RANGE_COLUMNS if itemsize < 4 else 32
+    added = {"HAS_BIAS": has_bias, "RANGE": RANGE_COLUMNS, "BLOCK_N": block_n}
+    if not is_few and max_rank <= _MAX_FUSED_RANK:
 
         def change(d: Tensor) -> None:
-            whole = {"key": (*sizes, d.stride(0)), "BLOCK_K": 64, "BLOCK_N": RANGE_COLUMNS, **meta}
+            options = {"key": (*sizes, d.stride(0)), "BLOCK_K": 128 // itemsize, **added, **meta}
             grid = (num_tiles,)
-            launch(_change_kernel, grid, d, x, *tables, ranges, n, k, d.stride(0), **whole)
+            launch(_change_kernel, grid, d, x, *tables, ranges, n, k, d.stride(0), **options)
 
         return change
-    splits, split_k, block_k = 1, k, 64
-    if tiles.size < _MANY_ROWS:  # few programs: each reads a part of k
-        block_k = 512 // x.element_size()
+    # 49 KiB for three stages of a, beside x: other GPUs have 99 KiB a block.
+    block_k = (min(512, 16384 // block_r) if is_few else 128) // itemsize
+    splits, split_k = 1, k
+    if is_few:  # few programs: each reads a part of k
         split_k = triton.cdiv(triton.cdiv(k, _MAX_SPLITS), block_k) * block_k
         splits = triton.cdiv(k, split_k)
-        meta["EARLY"] = launches_early(x.device)
-        if meta["EARLY"]:
-            meta["launch_pdl"] = True
-    else:
-        meta["EARLY"] = False
+    meta["EARLY"] = is_few and launches_early(x.device)
+    if meta["EARLY"]:
+        meta["launch_pdl"] = True
     middle = torch.empty((splits, m, max_rank), dtype=torch.float32, device=x.device)
     shrink = {"key": sizes, "BLOCK_K": block_k, **meta}
     grid = (num_tiles, splits)
     launch(_shrink_kernel, grid, x, middle, *tables, m, k, split_k, max_rank, **shrink)
 
     def expand(d: Tensor) -> None:
-        options = {"SPLITS": splits, "BLOCK_N": RANGE_COLUMNS, **meta}
-        options["key"] = (*sizes, d.stride(0))
+        options = {"key": (*sizes, d.stride(0)), "SPLITS": splits, **added, **meta}
+        options["BLOCK_R"] = block_r if itemsize < 4 else 16
         places = (d, middle, *tables, ranges, num_tiles, m, n, d.stride(0), max_rank)
-        most = _EXPAND_PROGRAMS if tiles.size < _MANY_ROWS else num_tiles
-        grid = (min(num_tiles, most), triton.cdiv(n, RANGE_COLUMNS))
+        most = _EXPAND_PROGRAMS if is_few else num_tiles
+        grid = (min(num_tiles, most), triton.cdiv(n, block_n))
         launch(_expand_kernel, grid, *places, **options)
 
     return expand
