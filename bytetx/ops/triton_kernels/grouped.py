@@ -371,7 +371,7 @@ def grouped_rows(
 
 
 def _tile(m: int, n: int, is_gated: bool, multiprocessors: int) -> _Tile:
-    """What an H200 is fastest with, of those that fit where a block has 99 KiB of shared memory."""
+    """The fastest tile on an H200 of those that fit where a block has 99 KiB of shared memory."""
     if m > 32:
         if n < 128 * multiprocessors:
             return _Tile(64, 2, 4, 3, shares_k=True)
