@@ -1,7 +1,7 @@
 """The layers of a model: norms, positions, windows, biases, the layout of tensors."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from bytetx.checkpoint.config import Values
@@ -128,6 +128,14 @@ class LayerSpec:
     norm_offset: float = 0.0
     alibi: AlibiSpec | None = None
     query_growth: QueryGrowth | None = None
+
+    def chooses_only(self, known: Collection[str]) -> bool:
+        """Whether every choice that may be left out is left out, but those of these names.
+
+        A kernel of whole layers names what it computes; a choice that is added later it refuses.
+        """
+        optional = (field for field in fields(self) if field.default is not MISSING)
+        return all(f.name in known or getattr(self, f.name) == f.default for f in optional)
 
     @property
     def norms_projections(self) -> bool:

@@ -23,6 +23,15 @@ from bytetx.packed import PackedBatch
 MAX_SEQUENCES = 64
 
 
+# Choices of LayerSpec that the kernel computes, or that are in the weights.
+_CHOICES = frozenset(
+    {
+        *("scales_by_layer", "windowed_rotary", "rotary_pattern", "softcap", "alibi"),
+        *("norm_bias", "has_first_norm", "norm_offset"),
+    }
+)
+
+
 class CpuSteps:
     """Runs a model's layers for the next tokens of some sequences; see `of` for which models.
 
@@ -111,12 +120,9 @@ def _is_plain(layers: Layers) -> bool:
     return (
         spec.causal
         and spec.norm_placement in ("pre", "output")
+        and spec.chooses_only(_CHOICES)
         and type(layers.blocks) is LocalBlocks
-        and not spec.norms_projections
         and not layers.is_interleaved
-        and layers.buckets is None
-        and layers.convolution is None
-        and spec.query_growth is None
         and not has_dynamic
     )
 

@@ -11,6 +11,14 @@ from bytetx.ops.gated import BLOCK
 from bytetx.ops.weight import Weight
 from bytetx.packed import PackedBatch
 
+# Choices of LayerSpec that are in the weights, or that step_weights looks at itself.
+_CHOICES = frozenset(
+    {
+        *("scales_by_layer", "windowed_rotary", "rotary_pattern"),
+        *("norm_bias", "has_first_norm", "norm_offset"),
+    }
+)
+
 
 class OneSequence:
     """Runs a model's layers for the new token of one sequence; see `of` for which models.
@@ -61,14 +69,9 @@ def step_weights(transformer: Transformer, cache: KvCache) -> StepWeights | None
         and layer_spec.norm_placement == "pre"
         and layer_spec.norm == "rms_norm"
         and spec.activation == "silu"
-        and layer_spec.qk_norm == "head"
+        and layer_spec.chooses_only(_CHOICES)
         and not any(layer_spec.window_of(i) for i in numbers)
-        and not layer_spec.softcap
-        and layer_spec.query_growth is None
-        and layers.alibi_slopes is None
         and layers.relative_bias is None
-        and layers.buckets is None
-        and layers.convolution is None
         and spec.experts is None
     )
     is_local = (

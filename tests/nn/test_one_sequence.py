@@ -1,5 +1,6 @@
 """Which models' layers the kernel for one sequence computes."""
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from checkpoints import save_causal
 from tiny import load
 from tiny_decoders import DECODERS
 
+from bytetx.checkpoint.layer_spec import LayerSpec
+from bytetx.nn.cpu_steps import CpuSteps
 from bytetx.nn.kv_cache import allocate_cache
 from bytetx.nn.one_sequence import OneSequence, step_weights
 from bytetx.nn.transformer import Transformer
@@ -59,3 +62,25 @@ def test_batch_invariant_layers_run_as_before(tmp_path: Path) -> None:
     transformer = load(folder, prepack=False).transformer
     transformer.layers.batch_invariant = True
     assert step_weights(transformer, cache_of(transformer)) is None
+
+
+@dataclass(frozen=True, slots=True)
+class LaterSpec(LayerSpec):
+    """Layers with a choice that no kernel of whole layers knows."""
+
+    novelty: int = 0
+
+
+def test_a_choice_of_layers_that_is_added_later_is_refused(tmp_path: Path) -> None:
+    """By the kernels of one GPU and of a CPU, until they name it."""
+    folder = save_causal(tmp_path, "qwen3", intermediate_size=96)
+    plain, panels = (load(folder, prepack=prepack).transformer for prepack in (False, True))
+    had_steps = CpuSteps.of(panels, cache_of(panels)) is not None
+    for novelty in (0, 1):
+        for transformer in (plain, panels):
+            own = transformer.spec.layer_spec
+            values = {field.name: getattr(own, field.name) for field in fields(LayerSpec)}
+            transformer.layers.layer_spec = LaterSpec(**values, novelty=novelty)
+        assert (step_weights(plain, cache_of(plain)) is None) == bool(novelty)
+        has_steps = CpuSteps.of(panels, cache_of(panels)) is not None
+        assert has_steps == (had_steps and not novelty)
