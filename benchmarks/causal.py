@@ -116,14 +116,19 @@ def random_prompts(requests: Sequence[Request], *, vocab_size: int, seed: int) -
 
 
 @torch.inference_mode()
-def padded_generate(model: Any, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
-    """transformers' greedy answers of num_tokens each, to one batch padded on the left."""
+def padded_generate(
+    model: Any, prompts: Sequence[list[int]], num_tokens: int, **more: Any
+) -> list[list[int]]:
+    """transformers' greedy answers of num_tokens each, to one batch padded on the left.
+
+    more: what model.generate takes beside them.
+    """
     longest = max(map(len, prompts))
     device = model.device
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
-    answers = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
+    answers = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **options, **more)
     given = answers.shape[1] - longest
     if given != num_tokens:
         raise RuntimeError(f"it gave {given} tokens of {num_tokens}")

@@ -186,6 +186,11 @@ SUITES = {
         "decide",
         ("plot", "device"),
     ),
+    "adapters": Entry(
+        "Texts and prompts of many LoRA adapters in a step: bytetx, its model without any, peft.",
+        "adapters",
+        ("plot", "device"),
+    ),
     "generate": Entry(
         "Ragged prompts and answers on a GPU: bytetx, transformers padded and continuous.",
         "generate",
