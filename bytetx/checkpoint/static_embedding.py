@@ -154,6 +154,8 @@ def load_static_tokenizer(folder: Path, static: StaticSpec) -> Tokenizer:
     if not path.is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json; save the model again")
     backend = read_backend(path)
+    if not backend.get_vocab_size():
+        raise CheckpointError(f"{path} has a vocabulary without tokens; save the model again")
     backend.post_processor = tokenizers.processors.Sequence([])
     if static.is_model2vec:
         return Model2VecTokenizer(backend, static, name=str(path))

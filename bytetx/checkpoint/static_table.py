@@ -30,14 +30,16 @@ def table_names(header: Mapping[str, SavedTensor]) -> tuple[dict[str, str], tupl
             f"{', '.join(list(header)[:12]) or 'nothing'}"
         )
     names, table = {"word": word}, header[word]
-    if len(table.shape) != 2:
-        raise _wrong(table, "[rows, size]", (*FLOAT_DTYPES, "I8"))
+    if len(table.shape) != 2 or 0 in table.shape:
+        raise _wrong(table, "[rows, size], neither of them 0,", (*FLOAT_DTYPES, "I8"))
     _check(table, table.shape, (*FLOAT_DTYPES, "I8"))
     num_tokens, size = table.shape
     if word == ST_TABLE:
         return names, (num_tokens, size)
     if (mapping := header.get(_MAPPING)) is not None:
-        num_tokens = mapping.shape[0] if mapping.shape else 0
+        if len(mapping.shape) != 1 or 0 in mapping.shape:
+            raise _wrong(mapping, "[tokens], not 0,", _INTEGERS)
+        num_tokens = mapping.shape[0]
         _check(mapping, (num_tokens,), _INTEGERS)
         names["word_places"] = _MAPPING
     if (weights := header.get(_WEIGHTS)) is not None:

@@ -187,6 +187,10 @@ def test_static_queries_and_documents_of_a_transformer(tmp_path: Path) -> None:
         ({"mapping": -1}, r"tensor 'mapping' names rows -1 to -1 of a table that has"),
         ({"mapping": 1 << 40}, r"tensor 'mapping' names rows .* of a table that has"),
         ({"embeddings": torch.ones(5)}, r"tensor 'embeddings' is F32 \[5\].* \[rows, size\]"),
+        ({"embeddings": torch.ones(0, 4)}, r"'embeddings' is F32 \[0, 4\].* neither of them 0"),
+        ({"embeddings": torch.ones(4, 0)}, r"'embeddings' is F32 \[4, 0\].* neither of them 0"),
+        ({"mapping": torch.ones(0, dtype=torch.int64)}, r"'mapping' is I64 \[0\].* not 0"),
+        ({"mapping": torch.tensor(3)}, r"'mapping' is I64 \[\].* must be \[tokens\]"),
         ({"embeddings": torch.full((9, 4), torch.nan)}, r"values that are not finite"),
         ({"weights": torch.ones(2)}, r"tensor 'weights' is F32 \[2\]"),
     ],
@@ -201,6 +205,18 @@ def test_damaged_tables(change: dict[str, object], message: str, tmp_path: Path)
         tensors[name] = value
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=message):
+        bytetx.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("of_model2vec", [True, False])
+def test_a_vocabulary_without_tokens(of_model2vec: bool, tmp_path: Path) -> None:
+    folder = save_model2vec(tmp_path / "model", "bpe")
+    if of_model2vec:
+        bare(folder)
+    path = folder / "tokenizer.json"
+    model = json.loads(path.read_text())["model"] | {"vocab": {}, "merges": [], "unk_token": None}
+    edit_json(path, model=model, added_tokens=[], post_processor=None)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has a vocabulary without tokens"):
         bytetx.load(folder, device="cpu")
 
 
