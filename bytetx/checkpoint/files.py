@@ -243,6 +243,16 @@ def is_router(name: str) -> bool:
     return name.startswith("sentence_transformers.") and kind in ("Router", "Asym")
 
 
+def begins_static(folder: Path) -> bool:
+    """Whether a folder's modules.json begins with a StaticEmbedding module.
+
+    Raises CheckpointError where it is damaged.
+    """
+    path = folder / "modules.json"
+    first = next(iter(read_modules(path)), {}) if path.is_file() else {}
+    return str(first.get("type")).rpartition(".")[2] == STATIC
+
+
 def module_folder(path: Path, name: object) -> Path:
     """The existing subfolder `name` that modules.json, at `path`, gives for a module."""
     if not isinstance(name, str) or not PATH.accepts(name):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint, save_sentence_model
 from sentence_transformers.sentence_transformer.modules import Pooling
+from static_models import save_model2vec
 from typer.testing import CliRunner
 
 from bytetx.cli.calibrate import calibrate_to_file
@@ -98,6 +99,11 @@ def test_folders_that_load_takes_could_not_be_planned(tmp_path: Path) -> None:
         found = shape_of(folder)
         assert found.name == folder.name
         assert (found.hidden_size, found.layer_weights) == (48, wanted.layer_weights)
+
+
+def test_a_static_embedding_has_no_layers_to_plan(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="model is a static embedding, which has no layers"):
+        shape_of(save_model2vec(tmp_path / "model"))
 
 
 def test_advice_names_the_reason_for_which_replicas_are_refused() -> None:

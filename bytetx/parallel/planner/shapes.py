@@ -101,11 +101,17 @@ def shape_of(
     # Imported here, for they import the hub's client.
     from bytetx.checkpoint.files import (
         adapter_base,
+        begins_static,
         load_config,
         refuse_own_code,
         transformer_folder,
     )
 
+    if begins_static(folder):
+        raise OptionError(
+            f"{folder.name} is a static embedding, which has no layers for several GPUs to share; "
+            "load it on one device"
+        )
     own = transformer_folder(folder)
     base = adapter_base(own)
     config_folder = own if base is None else transformer_folder(base)
