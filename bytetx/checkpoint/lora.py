@@ -248,7 +248,8 @@ def _read_lora(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    config = read_json(path, _CONFIG)
+    """The keys that are not null."""
+    config = {key: value for key, value in read_json(path, _CONFIG).items() if value is not None}
     kind = config.get("peft_type")
     if kind != "LORA":
         raise _not_merged(path, f"peft_type {kind!r}; bytetx merges LORA only")
@@ -264,7 +265,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     if start not in _PLAIN_STARTS:
         raise _not_merged(path, f"init_lora_weights {start!r}, which changes the base model, too")
     for key, value in config.items():
-        if key not in _HARMLESS and key not in _CONFIG and value not in (None, False, {}, []):
+        if key not in _HARMLESS and key not in _CONFIG and value not in (False, {}, []):
             raise _not_merged(path, f"{key} {value!r:.120}, an option that bytetx does not know")
     return config
 

@@ -55,6 +55,7 @@ def read_task_adapters(
         return _in_subfolders(folder, weights, spec)
     where = folder / "config.json"
     check_fields(str(where), config, _CONFIG)
+    config = {key: config[key] for key in _CONFIG if config.get(key) is not None}
     tasks, rank = config.get("lora_adaptations"), config.get("lora_rank", 4)
     if not tasks or len(set(tasks)) != len(tasks):
         raise CheckpointError(
@@ -81,7 +82,7 @@ def read_task_adapters(
         for index, task in enumerate(tasks):
             both = [factor.at(index) for factor in factors]
             added[task][f"{stem}.weight"] = (LowRank(both[0], both[1], scaling),)
-    return TaskAdapters(added, config.get("task_instructions") or {})
+    return TaskAdapters(added, config.get("task_instructions", {}))
 
 
 def _weight_shape(folder: Path, weights: Weights, stem: str) -> tuple[int, ...]:

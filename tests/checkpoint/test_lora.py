@@ -413,6 +413,15 @@ def test_tensors_that_are_refused(
         load(adapter)
 
 
+def test_keys_that_are_null_count_as_absent(bert: Path, tmp_path: Path) -> None:
+    """In peft's config, whose default of both is 8."""
+    save_adapter(bert, tmp_path / "adapter", target_modules=["query"], r=8, lora_alpha=8)
+    wanted = load(tmp_path / "adapter").embed([[1, 2, 3]]).vectors
+    nothing = dict.fromkeys(("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_dora"))
+    edit_json(tmp_path / "adapter" / "adapter_config.json", **nothing)
+    np.testing.assert_array_equal(load(tmp_path / "adapter").embed([[1, 2, 3]]).vectors, wanted)
+
+
 def test_lengths_of_another_layer_are_refused(bert: Path, tmp_path: Path) -> None:
     save_adapter(bert, tmp_path / "adapter", target_modules=["query"], use_dora=True)
     path = tmp_path / "adapter" / "adapter_model.safetensors"

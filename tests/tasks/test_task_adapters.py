@@ -191,6 +191,16 @@ def test_damaged_adapters(text: str, folders, tmp_path) -> None:
         bytetx.load(folder)
 
 
+def test_keys_that_are_null_count_as_absent(folders, tmp_path) -> None:
+    folder = shutil.copytree(folders[0], tmp_path / "nothing")
+    edit_json(folder / "config.json", lora_rank=None, lora_alpha=1, task_instructions=None)
+    wanted = bytetx.load(folder).embed(INPUTS, task="separation").vectors
+    edit_json(folder / "config.json", lora_alpha=None)
+    np.testing.assert_array_equal(
+        bytetx.load(folder).embed(INPUTS, task="separation").vectors, wanted
+    )
+
+
 def test_adapters_in_subfolders(tmp_path: Path) -> None:
     """The layout of jina-embeddings-v3-hf: transformers' class, and a folder of peft's for each."""
     base = save_checkpoint(tmp_path / "base", "jina_embeddings_v3")
