@@ -1,6 +1,6 @@
 """LoRA adapters beside a model: read from their folders, added and removed by name."""
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -20,7 +20,7 @@ from bytetx.nn.checkpoint_heads import Heads, load_heads
 from bytetx.nn.layer import LayerWeights
 from bytetx.nn.layer_weights import separate_heads
 from bytetx.nn.loading import LoadedCheckpoint, reopen_weights
-from bytetx.nn.tensors import TensorLoader
+from bytetx.nn.tensors import TensorLoader, is_finite
 from bytetx.ops.gated import in_turn
 from bytetx.ops.low_rank import LowRankChange
 from bytetx.ops.weight import Weight
@@ -157,6 +157,7 @@ def load_adapter(
     try:
         reader = _ChangeReader(spec, lora, weights, dtype=word.dtype, device=word.device)
         changes = reader.changes(transformer.layers.weights, transformer.embeddings.project)
+        _check_finite(folder, changes.values(), word.dtype)
         _check_positions(folder, spec, reader.used)
         heads = _load_heads(checkpoint, folder, weights, lora.without(reader.used))
         adapter = Adapter.of(name, folder, changes, slots)
@@ -182,6 +183,16 @@ def _check_dora(folder: Path, lora: Lora) -> None:
             f"{folder} scales the base model's {min(scaled)!r} (DoRA), and an adapter of single "
             f"requests may add to it only: {_MERGE}, or load the adapter's folder itself"
         )
+
+
+def _check_finite(folder: Path, changes: Iterable[LowRankChange], dtype: torch.dtype) -> None:
+    for change in changes:
+        for tensor in (change.a, change.b, change.bias):
+            if tensor is not None and tensor.numel() and not is_finite(tensor):
+                raise CheckpointError(
+                    f"{folder} holds values that are not finite in {dtype}; the adapter is "
+                    "damaged, or needs a model in a wider dtype"
+                )
 
 
 def _check_positions(folder: Path, spec: ModelSpec, used: set[str]) -> None:

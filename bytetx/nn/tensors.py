@@ -102,8 +102,7 @@ class TensorLoader:
         if not tensor.is_floating_point():
             raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, must be floating")
         tensor = tensor.to(device=self.device, dtype=self.dtype)
-        # The extremes are finite only where every value is, and need no temporary of its size.
-        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
+        if not is_finite(tensor):
             raise _not_finite(name, self.dtype)
         return tensor
 
@@ -256,6 +255,11 @@ class TensorLoader:
 def _check_shape(name: str, saved: tuple[int, ...], implied: tuple[int, ...]) -> None:
     if saved != implied:
         raise CheckpointError(f"tensor {name!r} has shape {saved}, config.json implies {implied}")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether every value is, of at least one; without a temporary of its size."""
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _not_finite(name: str, dtype: torch.dtype) -> CheckpointError:

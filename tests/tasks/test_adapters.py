@@ -483,6 +483,20 @@ def test_what_rows_cannot_have_is_refused(
     assert list(bert.adapters) == ["a", "b"]
 
 
+@pytest.mark.parametrize("ending", ["lora_A.weight", "lora_B.weight", "lora_B.bias"])
+def test_values_that_are_not_finite_are_refused(ending: str, bert: Model, tmp_path: Path) -> None:
+    """At once, as of an adapter that is merged, and not in each request."""
+    save_adapter(bert.checkpoint.folder, tmp_path / "x", target_modules=["value"], lora_bias=True)
+    path = tmp_path / "x" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith(ending))
+    for value in (torch.nan, torch.inf):
+        tensors[name].view(-1)[3] = value
+        save_file(tensors, path)
+        with pytest.raises(CheckpointError, match=r"holds values that are not finite in .*float32"):
+            bert.add_adapter("x", tmp_path / "x")
+
+
 def test_adapters_of_other_models_are_refused(bert: Model, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="tensors that the base model lacks"):
         bert.add_adapter("x", folder_of_llama(tmp_path))
