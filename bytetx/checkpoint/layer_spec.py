@@ -301,7 +301,8 @@ def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer is windowed, where config.json lists the layers; else empty."""
     key = values.names.get("layer_types")
     given = None if key is None else values.read(key)
-    if given is None and (windows := values.layer_windows()) is not None:
+    windows = values.layer_windows()
+    if given is None and windows is not None:
         return tuple(window > 0 for window in windows)
     if given is None and "global_attention_period" in values.names:
         period = values.size("global_attention_period")
@@ -316,7 +317,13 @@ def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
             f"config.json: {key} must name {num_layers} layers' attention, each one of "
             f"{', '.join(known)}, got {str(given)[:200]}"
         )
-    return tuple(kind == _LOCAL for kind in kinds)
+    pattern = tuple(kind == _LOCAL for kind in kinds)
+    if windows is not None and pattern != tuple(window > 0 for window in windows):
+        raise CheckpointError(
+            f"config.json: {key} and {values.names['layer_windows']} differ in the layers that "
+            f"have a window, got {str(given)[:200]} and {str(windows)[:200]}; leave one of them out"
+        )
+    return pattern
 
 
 def read_alibi(values: Values) -> AlibiSpec:

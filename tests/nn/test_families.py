@@ -489,6 +489,10 @@ def test_ultrabert_as_older_files_have_it(tmp_path: Path) -> None:
     for wrong, message in (
         ({"attention_windows": [8]}, "attention_windows must list 2 windows"),
         ({"attention_windows": [8, 16]}, "windows of several sizes"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types and attention_windows differ in the layers that have a window",
+        ),
         ({"rope_theta": [10000.0]}, "rope_theta must list 2 bases"),
         ({"attention_windows": [8, 8]}, "rope_theta lists several bases"),
     ):
