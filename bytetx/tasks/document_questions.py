@@ -50,7 +50,7 @@ def ask_about_documents(
     """
     scorer, prompts = scorer_of(context), context.decision_prompts
     tokenizer = context.need_tokenizer()
-    if instruction is not None and context.checkpoint.decision_template is not None:
+    if instruction and context.checkpoint.decision_template is not None:
         _check_instruction(prompts, listwise=listwise)
     reader = DecisionReader(
         context.spec,

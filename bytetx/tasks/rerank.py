@@ -164,7 +164,7 @@ def rerank(
         )
     if reranks_by_logits(context):
         return _logits_call(context, query, documents, options)
-    if options.instruction is not None:
+    if options.instruction:
         raise OptionError(
             "instruction is for causal rerankers and chat models; this checkpoint is a "
             "cross-encoder, which reads a query and a document alone: put it into the query"

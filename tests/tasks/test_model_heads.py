@@ -125,6 +125,7 @@ def test_rerank_options_and_errors(tmp_path: Path) -> None:
     hits = model.rerank("fox", iter(documents), top_k=3, on_error="return", truncate=True)
     assert len(hits) == 3 and list(hits.errors) == [len(DOCUMENTS)]
     raw = model.rerank("fox", DOCUMENTS, raw_scores=True, truncate=True)
+    assert model.rerank("fox", DOCUMENTS, instruction="", truncate=True)[:3] == hits
     assert raw[:3] == hits  # this checkpoint's activation is the identity
     with pytest.raises(InputError, match=r"texts\[1\] is a pair \(str, int\); give a str"):
         model.rerank("fox", ["dog", 3])
