@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from bytetx.sequence_tree import rows_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class RowSegments:
     """Consecutive rows of a batch that have one owner of several; other rows have none.
 
@@ -36,15 +37,19 @@ class RowSegments:
         num_owners = int(owners.max(initial=-1)) + 1
         return cls(starts[own], stops[own], owners[own], num_owners)
 
-    def rows_of(self, owner: int) -> slice | np.ndarray:
-        """The rows of an owner: a slice where they are consecutive, else int64."""
-        own = np.flatnonzero(self.owners == owner)
-        starts, stops = self.starts[own], self.stops[own]
-        if not len(own):
-            return slice(0, 0)
-        if (starts[1:] == stops[:-1]).all():
-            return slice(int(starts[0]), int(stops[-1]))
-        return rows_of(starts, stops - starts)
+    @cached_property
+    def by_owner(self) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+        """(all rows, int64, one owner's after another's; each owner, and its start and end there).
+
+        Rows of an owner keep their order.
+        """
+        order = np.argsort(self.owners, kind="stable")
+        seqlens = (self.stops - self.starts)[order]
+        rows, ends = rows_of(self.starts[order], seqlens), np.cumsum(seqlens)
+        owners, first = np.unique(self.owners[order], return_index=True)
+        starts = (ends - seqlens)[first].tolist()
+        stops = [*starts[1:], len(rows)][: len(starts)]
+        return rows, list(zip(owners.tolist(), starts, stops, strict=True))
 
 
 class SlottedAdapter(Protocol):

@@ -154,17 +154,13 @@ def max_tiles(total_rows: int, num_sequences: int) -> int:
 
 def row_tiles(segments: RowSegments, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The arrays of RowTiles, int32, on the host; rows of an owner keep their order."""
-    order = np.argsort(segments.owners, kind="stable")
-    starts, stops = segments.starts[order], segments.stops[order]
-    rows = rows_of(starts, stops - starts)
-    counts = np.zeros(segments.num_owners, dtype=np.int64)
-    np.add.at(counts, segments.owners, segments.stops - segments.starts)
-    num_tiles = -(-counts // size)
-    owners = np.repeat(np.arange(len(counts)), num_tiles)
-    ends = np.cumsum(counts)
-    first = size * rows_of(np.zeros_like(counts), num_tiles)  # in the rows of the owner
-    table = np.stack([(ends - counts)[owners] + first, np.minimum(counts[owners] - first, size)])
-    return rows.astype(np.int32), np.stack([*table, owners], axis=1).astype(np.int32)
+    rows, parts = segments.by_owner
+    owners, starts, stops = np.array(parts, dtype=np.int64).reshape(-1, 3).T
+    num_tiles = -(-(stops - starts) // size)
+    part = np.repeat(np.arange(len(parts)), num_tiles)
+    first = starts[part] + size * rows_of(np.zeros_like(num_tiles), num_tiles)
+    table = np.stack([first, np.minimum(stops[part] - first, size), owners[part]], axis=1)
+    return rows.astype(np.int32), table.astype(np.int32)
 
 
 def tiles_on(device: torch.device, segments: RowSegments, total_rows: int) -> RowTiles:
@@ -248,20 +244,23 @@ def _run_torch(
     """Two products for each owner of rows, which are gathered where they are apart."""
 
     def add(d: Tensor) -> None:
-        for owner in np.unique(segments.owners).tolist():
+        rows, parts = segments.by_owner
+        first = int(rows[0]) if len(rows) else 0
+        are_in_order = bool((rows == np.arange(first, first + len(rows))).all())
+        index = torch.from_numpy(rows).to(x.device)
+        for owner, start, stop in parts:
             change = changes.by_owner[owner]
             if change is None:
                 continue
-            found = segments.rows_of(owner)
-            rows = found if isinstance(found, slice) else torch.from_numpy(found).to(x.device)
-            if isinstance(rows, slice):
-                own = d[rows]  # a view
-                own.addmm_(x[rows] @ change.a.T, change.b.T)
+            if are_in_order:
+                own = slice(first + start, first + stop)
+                d[own].addmm_(x[own] @ change.a.T, change.b.T)
                 if change.bias is not None:
-                    own += change.bias
+                    d[own] += change.bias
                 continue
-            sums = x[rows] @ change.a.T @ change.b.T
-            d.index_add_(0, rows, sums if change.bias is None else sums + change.bias)
+            apart = index[start:stop]
+            sums = x[apart] @ change.a.T @ change.b.T
+            d.index_add_(0, apart, sums if change.bias is None else sums + change.bias)
 
     return add
 

@@ -235,8 +235,8 @@ def test_rows_of_one_adapter_are_found_wherever_they_are() -> None:
     segments = found.segments
     assert segments.starts.tolist() == [1, 4, 5, 6] and segments.stops.tolist() == [3, 5, 6, 8]
     assert segments.owners.tolist() == [5, 2, 5, 2] and segments.num_owners == 6
-    apart = segments.rows_of(5)
-    assert isinstance(apart, np.ndarray) and apart.tolist() == [1, 2, 5]
+    rows, parts = segments.by_owner
+    assert rows.tolist() == [4, 6, 7, 1, 2, 5] and parts == [(2, 0, 3), (5, 3, 6)]
     joined = AdapterRows.of([a, a], np.array([0, 2, 7]))
     assert joined is not None and joined.segments.stops.tolist() == [7]
     assert AdapterRows.of([None, None], np.array([0, 1, 2])) is None
