@@ -52,6 +52,13 @@ class LayerChanges:
         for key, one in self.of_weight.items():
             one.put(slot, changes.get(key))
 
+    def finish(self) -> None:
+        """Wait until the device's tables have what was put into them, for passes of any stream."""
+        for one in self.of_weight.values():
+            if one.addresses.is_cuda:
+                torch.cuda.current_stream(one.addresses.device).synchronize()
+            break
+
     def forget(self, slot: int) -> None:
         """Let go of the changes in a slot that no pass has; the device's tables keep addresses."""
         for one in self.of_weight.values():
@@ -82,10 +89,7 @@ class AdapterSlots:
                     found.put(slot, changes)
                 else:
                     found = self._larger()
-                for one in changes.values():
-                    if one.a.is_cuda:  # passes run in streams of their own
-                        torch.cuda.current_stream(one.a.device).synchronize()
-                    break
+                found.finish()
             except BaseException:
                 del used[slot]
                 raise

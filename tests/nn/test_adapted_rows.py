@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bytetx.adapter_rows import AdapterRows
-from bytetx.nn.adapted_rows import AdaptedRows, Adapter, AdapterSlots
+from bytetx.nn.adapted_rows import AdaptedRows, Adapter, AdapterSlots, LayerChanges
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.low_rank import LowRankChange
 
@@ -67,6 +67,22 @@ def test_a_weight_that_no_adapter_of_the_pass_changes_runs_as_it_is() -> None:
     x = torch.randn(3, 16)
     assert torch.equal(rows_of([second] * 3).column_parallel(x, w), w.matmul(x))
     assert_own([first, None, first], w)
+
+
+def test_larger_tables_are_complete_before_passes_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the adapter that they grow for changes no layer, as one with heads alone."""
+    w, slots = plain(), AdapterSlots()
+    others = [adapter_of(str(i), w, 2, slots) for i in range(8)]
+    before, finished = slots.current, []
+    monkeypatch.setattr(
+        LayerChanges, "finish", lambda self: finished.append((self, slots.current is before))
+    )
+    heads = Adapter.of("heads", Path("heads"), {}, slots)
+    assert slots.current is not before and finished == [(slots.current, True)]
+    assert_own([*others, None], w)
+    assert torch.equal(rows_of([heads]).column_parallel(x := torch.randn(1, 16), w), w.matmul(x))
 
 
 def test_an_adapter_that_nobody_has_leaves_the_memory() -> None:
