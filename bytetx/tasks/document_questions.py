@@ -13,11 +13,11 @@ from bytetx.requests.decisions import DecisionPrompts, DecisionReader
 from bytetx.tasks.call import ListSink, TaskCall
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.decide import DecideTask, Probabilities, scorer_of
+from bytetx.tasks.pair_prompts import INSTRUCTION_MARK
 from bytetx.tasks.results import Hit, Results
 
 _EACH = "Does the document answer the query?"
 _ALL = "Which of these documents answers the query best?"
-_MARK = "the instruction: 5b1e"  # which no template writes by itself
 # Where a probability is 0, its logarithm is that of the smallest double.
 _LEAST = 1e-300
 # Tokens that a document may lose beside its own where it is cut: its last one may be divided anew.
@@ -105,8 +105,8 @@ def best_hits(scores: Results[Any], documents: Sequence[str], top_k: int | None)
 def _check_instruction(prompts: DecisionPrompts, *, listwise: bool) -> None:
     """Raises OptionError where the checkpoint's template does not write it."""
     make = partial(_about_all, "", ["", ""]) if listwise else partial(_about_one, "", "")
-    state, questions = prompts.read(make(_MARK), averages=False)
-    if _MARK not in prompts.render(state, questions):
+    state, questions = prompts.read(make(INSTRUCTION_MARK), averages=False)
+    if INSTRUCTION_MARK not in prompts.render(state, questions):
         raise OptionError(
             "the checkpoint's decision_template.jinja does not write the instructions of a "
             "question, so that the instruction would change nothing; leave it out, or put it into "

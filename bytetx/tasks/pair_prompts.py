@@ -120,12 +120,12 @@ def chat_prompts(
 
 # Texts that no template writes by itself.
 _MARKS = ("the query: 7f3a", "the document: c90e")
-_PROMPT_MARK = "the instruction: 5b1e"
+INSTRUCTION_MARK = "the instruction: 5b1e"
 
 
 def writes_prompt(template: ChatTemplate, spec: LogitScoreSpec) -> bool:
     """Whether a template of pairs writes the system message."""
-    return _PROMPT_MARK in template.render(_messages(spec, _PROMPT_MARK, *_MARKS))
+    return INSTRUCTION_MARK in template.render(_messages(spec, INSTRUCTION_MARK, *_MARKS))
 
 
 def _messages(
