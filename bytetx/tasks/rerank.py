@@ -194,7 +194,9 @@ def why_no_score(spec: ModelSpec) -> str | None:
     if spec.num_labels == 2:
         kind = spec.problem_type
         if kind not in (None, "single_label_classification"):
-            given = f"this one has two, and problem_type {kind} says that both may be true"
+            given = (
+                f"this one has two, and problem_type {kind} says that neither excludes the other"
+            )
         elif (first := next(iter(spec.id2label.values())).lower()) in _RELEVANT:
             given = f"the first of this one is {first!r:.60}"
         else:

@@ -165,7 +165,7 @@ def test_two_labels_are_a_probability(
         (labelled({0: "Relevant", 1: "irrelevant"}), "the first of this one is 'relevant'"),
         (
             {"num_labels": 2, "problem_type": "multi_label_classification"},
-            "problem_type multi_label_classification says that both may be true",
+            "problem_type multi_label_classification says that neither excludes the other",
         ),
     ],
 )
