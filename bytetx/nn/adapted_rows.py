@@ -118,20 +118,17 @@ class AdapterSlots:
             self.current.forget(slot)
 
     def _larger(self) -> LayerChanges:
-        """Tables for twice as many adapters as there are, and for their ranks and weights."""
-        num_slots = max(_LEAST_SLOTS, 2 * len(self._changes))
-        by_weight: dict[int, list[LowRankChange]] = {}
+        """Tables for twice as many adapters as there are, for their ranks and weights, and for
+        those of adapters that were there before."""
+        before = self.current.of_weight
+        num_slots = max(_LEAST_SLOTS, self.current.num_slots, 2 * len(self._changes))
+        given: dict[int, list[LowRankChange]] = {key: [] for key in before}
         for changes in self._changes.values():
             for key, one in changes.items():
-                by_weight.setdefault(key, []).append(one)
+                given.setdefault(key, []).append(one)
         tables = {
-            key: LowRankChanges(
-                found[0],
-                num_owners=num_slots,
-                max_rank=max(one.rank for one in found),
-                has_bias=any(one.bias is not None for one in found),
-            )
-            for key, found in by_weight.items()
+            key: LowRankChanges.for_these(found, num_owners=num_slots, before=before.get(key))
+            for key, found in given.items()
         }
         larger = LayerChanges(self.current.version + 1, num_slots, tables)
         for slot, changes in self._changes.items():

@@ -24,6 +24,7 @@ _FEW_ROWS = 512
 _TILE_SIZES = (16, 128)
 RANGE_COLUMNS = 128  # outputs of which LowRankChanges.ranges says which ranks change them
 _RANK_STEP = 16
+_KEPT_RANK = 64  # the largest that one kernel computes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +75,20 @@ class LowRankChanges:
     """
 
     def __init__(
-        self, like: LowRankChange, *, num_owners: int, max_rank: int, has_bias: bool = False
+        self,
+        n: int,
+        k: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_owners: int,
+        max_rank: int,
+        has_bias: bool = False,
     ):
-        """like: a change with the layer's n, k, dtype and device, which is not put in place."""
-        (self.n, _), (_, self.k) = like.b.shape, like.a.shape
+        self.n, self.k, self.dtype, self.has_bias = n, k, dtype, has_bias
         self.max_rank = max(-(-max_rank // _RANK_STEP), 1) * _RANK_STEP
-        self.has_bias = has_bias
         self.by_owner: list[LowRankChange | None] = [None] * num_owners
-        self.dtype, device = like.a.dtype, like.a.device
-        blocks = -(-self.n // RANGE_COLUMNS)
+        blocks = -(-n // RANGE_COLUMNS)
         self.addresses = torch.zeros(num_owners, 4, dtype=torch.int64, device=device)
         self.ranges = torch.zeros(num_owners, blocks, 2, dtype=torch.int32, device=device)
 
@@ -92,14 +98,37 @@ class LowRankChanges:
         given = [change for change in by_owner if change is not None]
         if not given:
             raise ValueError("by_owner must have a change that is not None")
-        max_rank = max(change.rank for change in given)
-        has_bias = any(change.bias is not None for change in given)
-        sizes = {"num_owners": len(by_owner), "max_rank": max_rank}
-        changes = cls(given[0], **sizes, has_bias=has_bias)
+        changes = cls.for_these(given, num_owners=len(by_owner))
         for owner, change in enumerate(by_owner):
             if change is not None:
                 changes.put(owner, change)
         return changes
+
+    @classmethod
+    def for_these(
+        cls,
+        given: Sequence[LowRankChange],
+        *,
+        num_owners: int,
+        before: "LowRankChanges | None" = None,
+    ) -> "LowRankChanges":
+        """Without changes yet, and with room for each of these.
+
+        before: of the same layer, whose changes fit, too, where they have at most _KEPT_RANK ranks:
+        else owners that come and go in turn would have new tables each time.
+        """
+        ranks = [change.rank for change in given]
+        has_bias = any(change.bias is not None for change in given)
+        if before is None:
+            first = given[0]
+            n, k = first.b.shape[0], first.a.shape[1]
+            dtype, device = first.a.dtype, first.a.device
+        else:
+            n, k, dtype, device = before.n, before.k, before.dtype, before.addresses.device
+            ranks.append(min(before.max_rank, _KEPT_RANK))
+            has_bias = has_bias or before.has_bias
+        sizes = {"num_owners": num_owners, "max_rank": max(ranks)}
+        return cls(n, k, dtype=dtype, device=device, has_bias=has_bias, **sizes)
 
     def admits(self, change: LowRankChange) -> bool:
         """Whether max_rank and has_bias allow it."""
@@ -247,12 +276,12 @@ def _run_torch(
         rows, parts = segments.by_owner
         first = int(rows[0]) if len(rows) else 0
         are_in_order = bool((rows == np.arange(first, first + len(rows))).all())
-        index = torch.from_numpy(rows).to(x.device)
+        index = None if are_in_order else torch.from_numpy(rows).to(x.device)
         for owner, start, stop in parts:
             change = changes.by_owner[owner]
             if change is None:
                 continue
-            if are_in_order:
+            if index is None:
                 own = slice(first + start, first + stop)
                 d[own].addmm_(x[own] @ change.a.T, change.b.T)
                 if change.bias is not None:

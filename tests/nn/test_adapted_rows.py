@@ -124,6 +124,22 @@ def test_tables_grow(why: str) -> None:
     assert_own([*added, None], weight)
 
 
+def test_adapters_in_turn_have_one_table() -> None:
+    """Each alone, with other weights, ranks and biases: graphs of earlier ones still serve."""
+    w, other, slots = plain(), plain(), AdapterSlots()
+    bias = torch.randn(w.n)
+    kinds = [(w, 5, None), (other, 40, None), (w, 20, bias), (w, 3, None)]
+    for weight, rank, own in kinds:
+        assert_own([adapter_of("a", weight, rank, slots, own)], weight)
+    version = slots.current.version
+    for weight, rank, own in kinds:
+        assert_own([adapter_of("a", weight, rank, slots, own), None], weight)
+    assert slots.current.version == version
+    adapter_of("wide", w, 200, slots)
+    adapter_of("new", plain(), 4, slots)  # tables are made anew, without the rank of the wide one
+    assert slots.current.of_weight[id(w)].max_rank == 64
+
+
 def test_a_change_that_does_not_fit_leaves_its_slot_free() -> None:
     w, slots = plain(), AdapterSlots()
     first = adapter_of("a", w, 2, slots)

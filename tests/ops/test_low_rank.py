@@ -139,8 +139,9 @@ def test_triton_computes_the_same(rows: str, n: int, k: int, ranks: tuple[int, .
 def test_outputs_that_a_change_leaves_alone(rows: str) -> None:
     """As of the keys, where an adapter changes queries and values: each has ranks of its own."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    d, x, segments, given = operands(rows, 384, 64, torch.float32, device, (32, 32, 32))
-    changes = LowRankChanges(given.by_owner[0], num_owners=4, max_rank=20)
+    d, x, segments, _ = operands(rows, 384, 64, torch.float32, device, (32, 32, 32))
+    sizes = {"dtype": d.dtype, "device": d.device, "num_owners": 4, "max_rank": 20}
+    changes = LowRankChanges(384, 64, **sizes)
     for owner in range(3):
         change = LowRankChange(torch.randn(32, 64, device=device) / 8, torch.randn(384, 32) / 6)
         change = LowRankChange(change.a, change.b.to(device))
