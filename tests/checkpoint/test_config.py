@@ -218,7 +218,7 @@ def test_a_transformer_beside_modules_json(tmp_path: Path) -> None:
         ("{}", "must hold a JSON list of objects"),
         ("[1]", "must hold a JSON list of objects"),
         ("[", "cannot be read as JSON"),
-        ("[]", "names no Transformer module, only: nothing"),
+        ("[]", "names no Transformer or StaticEmbedding module, only: nothing"),
         ('[{"type": "x.BoW", "path": ""}]', "only: x.BoW"),
         (
             '[{"type": "x.Transformer", "path": "../out"}]',

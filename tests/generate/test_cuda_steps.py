@@ -168,7 +168,7 @@ def test_padded_steps_with_drafts_give_what_plain_ones_do(
     assert all(is_run for num_samples, is_run in seen if num_samples > 1)
     assert {num_samples for num_samples, _ in seen} == {1, 2, 3, 4, 5, 6}
     if cuda_graphs:
-        keys = [layout for layout, _ in engine._runner._steps._graphs._graphs]
+        keys = [layout for layout, *_ in engine._runner._steps._graphs._graphs]
         assert any(layout.num_samples > layout.num_seqs for layout in keys)
 
 
@@ -288,4 +288,4 @@ def test_small_steps_of_prompts_are_captured(folder: Path, like_a_gpu: None) -> 
         tokens_of(model, GREEDY, max_num_seqs=3)
         model.engines.idle[0].engine._scheduler.pages.reset_prefix_cache()  # the same steps again
     graphs = model.engines.idle[0].engine._runner._steps._graphs._graphs
-    assert {layout.is_decode for layout, _ in graphs} == {True, False}
+    assert {layout.is_decode for layout, *_ in graphs} == {True, False}

@@ -168,7 +168,9 @@ def test_what_is_added_to_a_tensor_is_rounded_with_it(tmp_path: Path) -> None:
     name = "layers.0.mlp.down_proj.weight"
 
     class One:
-        def add_to(self, weight: Tensor, part: object) -> None:
+        needs_all = False
+
+        def apply_to(self, weight: Tensor, part: object) -> None:
             weight += 1
 
     exact = Weights(folder, load_spec(folder)).cast(torch.float32)[name]
