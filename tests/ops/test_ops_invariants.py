@@ -380,16 +380,17 @@ def test_compiled_function_keeps_the_ops_whole() -> None:
 # ---- threads
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="lists the threads in /proc")
 def test_kernels_work_on_torchs_own_threads() -> None:
     x, weight = torch.randn(4096, 384), torch.randn(384)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         torch.nn.functional.gelu(x)  # torch's pool has started
-        num_threads = len(os.listdir("/proc/self/task"))
+        threads = set(os.listdir("/proc/self/task"))
         layer_norm(x, weight, weight, eps=1e-5)
-        assert len(os.listdir("/proc/self/task")) == num_threads
+        # Those of earlier tests may end meanwhile.
+        assert set(os.listdir("/proc/self/task")) <= threads
     finally:
         torch.set_num_threads(before)
 
