@@ -25,7 +25,7 @@ from bytetx.buckets import FILLER_TOKENS, Bucket, bucket_of
 from bytetx.encode.request import Requests
 from bytetx.encode.step import Capture, Computation, Step
 from bytetx.encode.tree_passes import TreePasses
-from bytetx.nn.adapted_rows import LayerChanges
+from bytetx.nn.adapted_rows import read_by_graphs
 from bytetx.nn.transformer import Transformer
 from bytetx.ops import native
 from bytetx.ops.low_rank import captures_low_rank
@@ -276,10 +276,8 @@ class CudaQueue:
         task: Computation,
         adapters: AdapterRows | None,
     ) -> CapturedStep | None:
-        sizes, version, tables = (layout.num_ints, layout.bucket.total_tokens), None, None
-        if adapters is not None:
-            assert isinstance(adapters.changes, LayerChanges)
-            version, tables = adapters.changes.version, adapters.changes.tables
+        sizes = (layout.num_ints, layout.bucket.total_tokens)
+        version, tables = read_by_graphs(adapters)
         key, keep = (layout.bucket, capture.key, version), (task, tables)
         max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=True)
         compute = partial(_compute, self._transformer, layout, step, task, max_seqlen, adapters)

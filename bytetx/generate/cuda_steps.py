@@ -18,7 +18,7 @@ from torch import Tensor
 from bytetx.adapter_rows import AdapterRows
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.generate.sampler import LastTokens, SamplingMetadata
-from bytetx.nn.adapted_rows import LayerChanges
+from bytetx.nn.adapted_rows import read_by_graphs
 from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache
@@ -135,10 +135,8 @@ class CudaSteps:
         compute = partial(self._compute, layout, is_greedy, adapters=adapters)
         captured = None
         if self._graphs is not None:
-            sizes, version, keep = (layout.num_ints, layout.num_rows), None, None
-            if adapters is not None:
-                assert isinstance(adapters.changes, LayerChanges)
-                version, keep = adapters.changes.version, adapters.changes.tables
+            sizes = (layout.num_ints, layout.num_rows)
+            version, keep = read_by_graphs(adapters)
             key = (layout, is_greedy, version)
             capture = partial(self._graphs.capture, key, compute, *sizes, keep=keep)
             captured = self._graphs.find_or_capture(key, capture)

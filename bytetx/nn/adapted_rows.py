@@ -54,10 +54,9 @@ class LayerChanges:
 
     def finish(self) -> None:
         """Wait until the device's tables have what was put into them, for passes of any stream."""
-        for one in self.of_weight.values():
-            if one.addresses.is_cuda:
-                torch.cuda.current_stream(one.addresses.device).synchronize()
-            break
+        for device in {one.addresses.device for one in self.of_weight.values()}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
     def forget(self, slot: int) -> None:
         """Let go of the changes in a slot that no pass has; the device's tables keep addresses."""
@@ -174,6 +173,14 @@ class Adapter:
         if found is None:
             found = self._first_ids.setdefault(token_id, -next(_NUMBERS))
         return found
+
+
+def read_by_graphs(rows: AdapterRows | None) -> tuple[int | None, tuple[Tensor, ...]]:
+    """(the version of the tables, the tables) that a captured pass of such rows reads."""
+    if rows is None:
+        return None, ()
+    assert isinstance(rows.changes, LayerChanges)
+    return rows.changes.version, rows.changes.tables
 
 
 class AdaptedRows(Rows):

@@ -156,7 +156,8 @@ def decode_layout(num_rows: int, num_pages: int, *, has_adapters: bool = False) 
         BlockField("page_table", (rows, pages)),
     )
     block = StepLayout(fields)
-    return PagedLayout(rows, rows, pages, rows, True, has_adapters=has_adapters, block=block)
+    sizes = (rows, rows, pages, rows)
+    return PagedLayout(*sizes, is_decode=True, has_adapters=has_adapters, block=block)
 
 
 @lru_cache(maxsize=256)
@@ -183,7 +184,8 @@ def mixed_layout(
         BlockField("page_table", (seqs + 1, pages)),
     )
     block = StepLayout(fields)
-    return PagedLayout(rows, seqs, pages, samples, False, has_adapters=has_adapters, block=block)
+    sizes = (rows, seqs, pages, samples)
+    return PagedLayout(*sizes, is_decode=False, has_adapters=has_adapters, block=block)
 
 
 def round_rows(num_rows: int) -> int:

@@ -43,7 +43,7 @@ def test_one_graph_serves_any_adapters(dtype: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(
             on_gpu.embed(ids, adapter=each), on_cpu.embed(ids, adapter=each), **close
         )
-    on_gpu.add_adapter("c", adapters["c"])  # of a larger rank: tables grow
+    on_gpu.add_adapter("c", adapters["c"])  # its rank is larger: tables grow
     for each in MIXED * 2:
         ours = on_gpu.embed(ids, adapter=each)
         np.testing.assert_allclose(ours, on_cpu.embed(ids, adapter=each), **close)
