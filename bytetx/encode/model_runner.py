@@ -191,7 +191,7 @@ class Runner:
             has_token_types=spec.num_token_types > 0,
             position_offset=spec.position_offset,
         )
-        if requests.adapters is not None:
+        if requests.adapters is not None and self._queue is None:  # a queue finds them itself
             batch = partial(_with_adapters, batch, requests)
         shared, prefixes = self._share(requests, batch) if self.prefix_multiple else (None, None)
         # On the host; a GPU's queue takes the requests, and hardly ever the batch.
