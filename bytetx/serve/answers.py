@@ -242,6 +242,12 @@ def count_characters(inputs: Iterable[Any]) -> int:
     return count
 
 
+def count_rerank_characters(query: str, documents: Sequence[str], instruction: str | None) -> int:
+    """Count what a reranker reads: the query and the instruction with each document."""
+    shared = len(query) + len(instruction or "")
+    return shared * len(documents) + count_characters(documents)
+
+
 def check_batch(exchange: Exchange, inputs: list[Any], *, field: str) -> None:
     """Raises ServeError for an empty list and for one above --max-client-batch-size."""
     if not inputs:

@@ -10,6 +10,7 @@ from bytetx.serve.answers import (
     check_batch,
     check_characters,
     count_characters,
+    count_rerank_characters,
     json_answer,
     run,
 )
@@ -67,8 +68,7 @@ async def rerank_v2(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
 async def _rerank(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
     facts = find_model(exchange, body.model, "rerank")
     check_batch(exchange, body.documents, field="documents")
-    shared = len(body.query) + len(body.instruction or "")
-    characters = shared * len(body.documents) + count_characters(body.documents)
+    characters = count_rerank_characters(body.query, body.documents, body.instruction)
     check_characters(exchange, characters, field="documents")
     outcome = await run(
         exchange,

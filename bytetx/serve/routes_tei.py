@@ -15,6 +15,7 @@ from bytetx.serve.answers import (
     check_characters,
     check_tokenize,
     count_characters,
+    count_rerank_characters,
     joined_answers,
     json_answer,
     run,
@@ -180,8 +181,7 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
     """The texts by how well they answer the query, best first."""
     facts = _model(exchange, body.model, "rerank")
     check_batch(exchange, body.texts, field="texts")
-    shared = len(body.query) + len(body.instruction or "")
-    characters = shared * len(body.texts) + count_characters(body.texts)
+    characters = count_rerank_characters(body.query, body.texts, body.instruction)
     check_characters(exchange, characters, field="texts")
     outcome = await run(
         exchange,
