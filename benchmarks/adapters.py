@@ -14,19 +14,19 @@ import numpy as np
 import torch
 
 import bytetx
+from benchmarks.bert import SIZES
 from benchmarks.causal import SHAPES, padded_generate, save_random_model
 from benchmarks.gpu import DTYPES, Gpu, cpu_suite, gpu_suite, wall_us_in_turn
 from benchmarks.lengths import Lengths
-from benchmarks.rivals import quiet
+from benchmarks.rivals import BATCH_SIZE, mean_pooled, padded, quiet
 from benchmarks.suite import Measurement, Suite, measured
 from bytetx.model import Model
 from bytetx.sampling_params import SamplingParams
 
 _ROUNDS = 5
 _RANK = 16
-_PEFT_BATCH = 32  # texts that peft runs at once, those of about one length
 _ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert-base": ("Bert", {}),
+    "bert-base": ("Bert", SIZES["base"]),
     "minilm-l6": (
         "Bert",
         {
@@ -168,7 +168,7 @@ def _peft(
     device: str,
     dtype: torch.dtype,
 ) -> Callable[[], object]:
-    """The same texts padded, in batches of mixed adapters, as peft runs them (adapter_names)."""
+    """The same texts padded, those of about one length together, by peft (adapter_names)."""
     import peft
 
     with quiet():
@@ -179,7 +179,7 @@ def _peft(
             model.load_adapter(other, adapter_name=name)
         model.to(device).eval()
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    size = len(texts) if shape.tokens else _PEFT_BATCH
+    size = len(texts) if shape.tokens else BATCH_SIZE
     batches = [order[i : i + size] for i in range(0, len(order), size)]
 
     @torch.inference_mode()
@@ -188,18 +188,10 @@ def _peft(
             return padded_generate(model, texts, shape.tokens, adapter_names=each)
         found = []
         for rows in batches:
-            longest = max(len(texts[i]) for i in rows)
-            ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-            for row, i in enumerate(rows):
-                ids[row, : len(texts[i])] = torch.tensor(texts[i])
-            lengths = torch.tensor([[len(texts[i])] for i in rows])
-            mask = (torch.arange(longest)[None, :] < lengths).long().to(device)
+            ids, mask = (t.to(device) for t in padded([texts[i] for i in rows]))
             names = [each[i] for i in rows]
-            states = model(
-                input_ids=ids.to(device), attention_mask=mask, adapter_names=names
-            ).last_hidden_state
-            weights = mask[:, :, None].to(states.dtype)
-            found.append(((states * weights).sum(1) / weights.sum(1)).float().cpu())
+            outputs = model(input_ids=ids, attention_mask=mask, adapter_names=names)
+            found.append(mean_pooled(outputs.last_hidden_state, mask).cpu())
         return found
 
     return run

@@ -75,8 +75,7 @@ class PaddedRival:
             input_ids, mask = padded(cast(Sequence[Sequence[int]], batch))
         input_ids, mask = input_ids.to(self._device), mask.to(self._device)
         hidden_states = self._forward(input_ids, mask)  # [batch_size, max_seqlen, hidden_size]
-        keep = mask.unsqueeze(-1).to(hidden_states.dtype)
-        pooled = (hidden_states * keep).sum(1).float() / mask.sum(1, keepdim=True)
+        pooled = mean_pooled(hidden_states, mask)
         return torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
 
 
@@ -318,6 +317,12 @@ def padded(token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     rows = [torch.tensor(ids) for ids in token_ids]
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     return pad_sequence(rows, batch_first=True), mask
+
+
+def mean_pooled(hidden_states: Tensor, mask: Tensor) -> Tensor:
+    """f32 [batch_size, hidden_size]: the mean of each text's tokens."""
+    keep = mask.unsqueeze(-1).to(hidden_states.dtype)
+    return (hidden_states * keep).sum(1).float() / mask.sum(1, keepdim=True)
 
 
 @contextmanager
