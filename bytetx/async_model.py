@@ -25,12 +25,14 @@ from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread, Pr
 from bytetx.tasks.results import Embeddings
 from bytetx.tasks.run import AsyncRun, ReadingPool, in_own_thread
 from bytetx.tasks.search import Packed, Vectors
-from bytetx.tasks.task import TASKS, PromptOptions, TaskSpec
+from bytetx.tasks.task import TASKS, TaskSpec
 
 T = TypeVar("T")
 
-# Options with which texts are cut or results depend on all texts, or that read an adapter first.
-_CUT_OR_JOINED = {"task", "overflow", "stride", "precision", "ranges"}
+# Options with which texts are cut or results depend on all texts.
+_CUT_OR_JOINED = {"overflow", "stride", "precision", "ranges"}
+# Options that one value has for all texts of a call, or a list one for each.
+_OF_EACH = ("adapter", "task")
 # The event loop, the model and the options of calls that may run as one.
 _GroupKey = tuple[asyncio.AbstractEventLoop, Model, str]
 
@@ -74,7 +76,8 @@ class AsyncModel(AsyncModelTasks):
         self._max_window_texts = max(max_queued_requests // 4, 1)
         self._is_bounded = False
         self._group: PromptGroup | None = None
-        self._adapter: str | None = None
+        # Options of every call: the adapter or the task that a view is of.
+        self._own: dict[str, str] = {}
         self._groups: dict[_GroupKey, EmbedGroup] = {}
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)
@@ -119,11 +122,17 @@ class AsyncModel(AsyncModelTasks):
         view._is_bounded, view._group = True, group
         return view
 
-    def _adapted(self, adapter: str) -> "AsyncModel":
-        """The same queue for calls that run with an adapter of the model."""
-        view = copy(self)
-        view._adapter = adapter
+    def _adapted(self, *, adapter: str | None = None, task: str | None = None) -> "AsyncModel":
+        """The same queue for calls that run with an adapter of the model, or with one of its tasks,
+        where they can have one."""
+        view, given = copy(self), {"adapter": adapter, "task": task}
+        view._own = {name: value for name, value in given.items() if value is not None}
         return view
+
+    def with_own(self, spec: TaskSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of a task, and those of all calls of this view."""
+        own = {name: value for name, value in self._own.items() if name in spec.fields}
+        return {**given, **own}
 
     @property
     def queue_limits(self) -> tuple[int, int]:
@@ -184,10 +193,9 @@ class AsyncModel(AsyncModelTasks):
         refuses all. Stats have no num_pad_tokens, and the mean seconds of all that are done.
         """
         loop = asyncio.get_running_loop()
-        if self._adapter is not None:
-            options["adapter"] = self._adapter
-        has_one_adapter = isinstance(options.get("adapter"), str | None)
-        if _CUT_OR_JOINED & options.keys() or not has_one_adapter:
+        options = self.with_own(TASKS["embed"], options)
+        has_one = all(isinstance(options.get(name), str | None) for name in _OF_EACH)
+        if _CUT_OR_JOINED & options.keys() or not has_one:
             return loop.create_task(self.embed(texts, **options))
         key = loop, self._model, repr(sorted(options.items()))
         group = self._groups.get(key)
@@ -227,9 +235,7 @@ class AsyncModel(AsyncModelTasks):
         self, spec: TaskSpec, inputs: tuple[Any, ...], given: dict[str, Any]
     ) -> AsyncGeneration:
         priority, timeout_s = given.pop("priority", 0), given.pop("timeout_s", None)
-        if self._adapter is not None:
-            given["adapter"] = self._adapter
-        bound, options = spec.bind(inputs, given)
+        bound, options = spec.bind(inputs, self.with_own(spec, given))
         call: PromptCall[AsyncGeneration] = spec.start(self._model.context, *bound, options)
         check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)
@@ -251,14 +257,9 @@ class AsyncModel(AsyncModelTasks):
     ) -> Any:
         has_run_options = "priority" in given or "timeout_s" in given
         priority, timeout_s = given.pop("priority", 0), given.pop("timeout_s", None)
-        if self._adapter is not None:
-            given["adapter"] = self._adapter
-        bound, options = spec.bind(inputs, given)
+        bound, options = spec.bind(inputs, self.with_own(spec, given))
         make = partial(self._model._call, spec, bound, options)
-        named = options.task if isinstance(options, PromptOptions) else None
-        if named is not None and self._model.checkpoint.tasks is not None:  # it may read weights
-            model, call = await asyncio.to_thread(make)
-        elif spec.is_slow(self._model.context, *bound, options):
+        if spec.is_slow(self._model.context, *bound, options):
             self._engines[self._model._runner].check_open()
             model, call = await in_own_thread(make)
         else:

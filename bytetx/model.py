@@ -26,7 +26,7 @@ from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_gener
 from bytetx.parallel.grid import Grid
 from bytetx.runtime.device_memory import default_prefix_cache_bytes
 from bytetx.runtime.forking import computing
-from bytetx.tasks.adapted import adapted_call
+from bytetx.tasks.adapted import adapted_call, task_call
 from bytetx.tasks.catalog import ModelTasks
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.run import run_encode
@@ -161,13 +161,12 @@ class Model(ModelTasks):
         check_not_negative("prefix_cache_bytes", prefix_cache_bytes)
         # The limit is that of all routes together. Keys of one adapter are not those of another.
         prefix_cache_bytes //= 1 + len(checkpoint.routes)
-        if checkpoint.tasks is not None:
-            prefix_cache_bytes = 0
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
         self.context = TaskContext(checkpoint)
         self._is_closed = False
-        self.loras = Adapters(checkpoint)
+        with computing(checkpoint.device):
+            self.loras = Adapters(checkpoint)
         self._routes = {
             name: Model(
                 replace(route, router=checkpoint.router),
@@ -295,7 +294,10 @@ class Model(ModelTasks):
             model = self._routes[router.resolve(options.task)]
         if options.adapter is not None and spec.run is run_encode:
             return model, adapted_call(spec, model.context, model.loras, inputs, options)
-        return model, spec.start(model.context, *inputs, options)
+        call = spec.start(model.context, *inputs, options)
+        if self.checkpoint.tasks is not None and isinstance(options, PromptOptions):
+            call = task_call(call, model.loras, options)
+        return model, call
 
     @cached_property
     def engines(self) -> "ModelEngines":

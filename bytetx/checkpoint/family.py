@@ -111,7 +111,7 @@ _SECTIONS = {
 _OPTIONAL_SECTIONS = {"heads", "final", "fixed", "aliases", "ungated_layer", "sparse_layer"}
 # Keys outside of the sections that a family may leave out.
 _OPTIONAL_KEYS = {"hook", "marker", "own_code", "keyed_code", "bidirectional"}
-_OPTIONAL_KEYS |= {"unsupported", "modules", "nested", "task_adapters"}
+_OPTIONAL_KEYS |= {"unsupported", "modules", "nested", "task_adapters", "task_prompts"}
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
 _HEADS = {
     "pooler": ({"dense", "activation"}, set()),
@@ -253,7 +253,7 @@ def _check_keys(where: str, content: Any, required: set[str], optional: set[str]
 
 # Tables whose values are names: of tensors, of keys of config.json, of tasks.
 _NAMES = {"embeddings", "layer", "ungated_layer", "sparse_layer", "final"}
-_NAMES |= {"aliases", "nested", "keyed_code", "task_adapters"}
+_NAMES |= {"aliases", "nested", "keyed_code", "task_adapters", "task_prompts"}
 
 
 def _check_types(where: str, table: dict[str, Any]) -> None:

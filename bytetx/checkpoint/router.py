@@ -49,8 +49,10 @@ class RouterSpec:
         named = [task for task, modality in self.mappings if task and modality in (None, _MODALITY)]
         return tuple(dict.fromkeys([*self.routes, *named]))
 
-    def resolve(self, task: str | None) -> str:
+    def resolve(self, task: object) -> str:
         """The route of a task. Raises OptionError where there is none."""
+        if task is not None and not isinstance(task, str):
+            raise OptionError(f"task must be one route of all texts of a call, got {shown(task)}")
         places = ((task, _MODALITY), (task, None), (None, _MODALITY), (None, None))
         found = next((self.mappings[place] for place in places if place in self.mappings), None)
         for name in (task, _MODALITY):

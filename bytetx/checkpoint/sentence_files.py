@@ -200,7 +200,7 @@ _OPTIONS = {
     "model_kwargs": (
         *("attn_implementation", "torch_dtype", "dtype", "device_map", "low_cpu_mem_usage"),
         *("use_safetensors", "unpad_inputs", "use_memory_efficient_attention", "use_cache"),
-        "add_pooling_layer",
+        *("add_pooling_layer", "default_task"),
     ),
     "config_kwargs": ("use_cache", "add_pooling_layer"),
 }
@@ -211,7 +211,7 @@ class TransformerSettings:
     """Settings in the config of a Transformer module.
 
     max_seq_length: tokens.  chat: of modality_config, how messages become a prompt.
-    variables: of a chat template.
+    variables: of a chat template.  default_task: of a model with an adapter for each task.
     """
 
     task: str = "feature-extraction"
@@ -219,6 +219,7 @@ class TransformerSettings:
     do_lower_case: bool = False
     chat: Mapping[str, Any] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
+    default_task: str | None = None
 
 
 def transformer_file(folder: Path) -> Path | None:
@@ -268,6 +269,7 @@ def read_transformer(
                 "config.json or tokenizer_config.json"
             )
     check_fields(f"{path}: processor_kwargs", config["processor_kwargs"], _MAX_LENGTH)
+    check_fields(f"{path}: model_kwargs", config["model_kwargs"], {"default_task": TEXT})
     limit = config["processor_kwargs"].get("model_max_length") or config.get("max_seq_length")
     for part in ("text", "common"):
         options = processing.get(part) or {}
@@ -284,6 +286,7 @@ def read_transformer(
         bool(config.get("do_lower_case")),
         chat,
         processing.get("chat_template") or {},
+        config["model_kwargs"].get("default_task"),
     )
 
 

@@ -11,12 +11,20 @@ from threading import Lock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bytetx.adapter_rows import AdapterRows
 from bytetx.nn.layer import Rows
 from bytetx.ops.linear_rotary import HeadRotation
-from bytetx.ops.low_rank import AdaptedWeight, LowRankChange, LowRankChanges, RowTiles, tiles_on
+from bytetx.ops.low_rank import (
+    AdaptedWeight,
+    LowRankChange,
+    LowRankChanges,
+    RowTiles,
+    add_low_rank,
+    tiles_on,
+)
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 
@@ -30,18 +38,21 @@ class LayerChanges:
     """The changes of a model's weights by slot of its adapters.
 
     version: another one for other tables, which CUDA graphs hold by their addresses.
-    of_weight: by id() of the weight.
+    of_weight: by id() of the weight, and of word_rows.
+    word_rows: as of AdapterSlots.
     """
 
     version: int
     num_slots: int
     of_weight: Mapping[int, LowRankChanges]
+    word_rows: Tensor | None = None
 
     @property
     def tables(self) -> tuple[Tensor, ...]:
         """The tensors that a CUDA graph reads, beside the factors of its batch's adapters."""
         every = self.of_weight.values()
-        return tuple(table for one in every for table in (one.addresses, one.ranges))
+        own = () if self.word_rows is None else (self.word_rows,)
+        return (*own, *(table for one in every for table in (one.addresses, one.ranges)))
 
     def admits(self, changes: Mapping[int, LowRankChange]) -> bool:
         """Whether an adapter with these changes can have a slot."""
@@ -67,14 +78,16 @@ class LayerChanges:
 class AdapterSlots:
     """The slots of a model's adapters; threads may share it.
 
+    word_rows: [vocab_size, size], by which adapters change words: that of each token is multiplied
+    as the inputs of a layer are.
     current: of all adapters that live. A pass takes it once, after its adapters were made.
     """
 
-    def __init__(self) -> None:
-        self._lock = Lock()
+    def __init__(self, word_rows: Tensor | None = None) -> None:
+        self._lock, self._word_rows = Lock(), word_rows
         self._changes: dict[int, Mapping[int, LowRankChange]] = {}  # by slot
         self._given_up: deque[int] = deque()
-        self.current = LayerChanges(0, 0, {})
+        self.current = LayerChanges(0, 0, {}, word_rows)
 
     def take(self, changes: Mapping[int, LowRankChange]) -> int:
         """A slot that has these changes, on the device, too, until it is given up."""
@@ -129,7 +142,7 @@ class AdapterSlots:
             key: LowRankChanges.for_these(found, num_owners=num_slots, before=before.get(key))
             for key, found in given.items()
         }
-        larger = LayerChanges(self.current.version + 1, num_slots, tables)
+        larger = LayerChanges(self.current.version + 1, num_slots, tables, self._word_rows)
         for slot, changes in self._changes.items():
             larger.put(slot, changes)
         return larger
@@ -197,6 +210,22 @@ class AdaptedRows(Rows):
             self._slots = np.unique(rows.segments.owners).tolist()
             if device.type == "cuda":
                 self._tiles = tiles_on(device, rows.segments, total_rows)
+
+    @property
+    def changes_words(self) -> bool:  # type: ignore[override]
+        return self._word_changes is not None
+
+    @property
+    def _word_changes(self) -> LowRankChanges | None:
+        changes = self._changes.of_weight.get(id(self._changes.word_rows))
+        return None if changes is None or not self._has_some(changes) else changes
+
+    def changed_words(self, words: Tensor, input_ids: Tensor) -> Tensor:
+        changes, table = self._word_changes, self._changes.word_rows
+        if changes is not None and table is not None:
+            x = F.embedding(input_ids, table)
+            add_low_rank(words, x, self._segments, changes, tiles=self._tiles)
+        return words
 
     def _adapted(self, w: Weight) -> Weight:
         """The weight with the changes of this pass's adapters, where one has some."""

@@ -1,4 +1,4 @@
-"""LoRA adapters beside a model: read from their folders, added and removed by name."""
+"""LoRA adapters beside a model: of its tasks, and those that are added and removed by name."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from bytetx.arguments import check_adapter_name
 from bytetx.checkpoint.files import ADAPTER_CONFIG, resolve_adapter
 from bytetx.checkpoint.lora import Lora, read_lora
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.task_adapters import TaskAdapters
 from bytetx.checkpoint.weight_changes import LowRank
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError, shown
@@ -26,6 +27,7 @@ from bytetx.ops.low_rank import LowRankChange
 from bytetx.ops.weight import Weight
 from bytetx.runtime.faults import is_out_of_memory
 
+_ROW_MULTIPLE = 16  # of the columns of word_rows, for loads of whole vectors
 _MERGE = "merge it into the base model (peft's merge_and_unload, then save_pretrained)"
 
 
@@ -41,12 +43,19 @@ class Adapters:
     """The adapters of one loaded checkpoint by name; threads may share it.
 
     An adapter that is removed stays in memory until the last request that has it ends.
+    The adapters of a checkpoint's own tasks are read at once, and stay.
     """
 
     def __init__(self, checkpoint: LoadedCheckpoint):
+        """Raises CheckpointError for adapters of tasks that do not fit the model."""
         self._checkpoint, self._slots = checkpoint, AdapterSlots()
         self._by_name: dict[str, LoadedAdapter] = {}
+        self._by_task: dict[str, Adapter] = {}
         self._lock = Lock()  # loads one at a time
+        if checkpoint.tasks is not None and why_no_adapters(checkpoint) is None:
+            rows, changes = _word_changes(checkpoint, checkpoint.tasks)
+            self._slots = AdapterSlots(rows)
+            self._by_task = _load_tasks(checkpoint, checkpoint.tasks, changes, self._slots)
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -55,8 +64,24 @@ class Adapters:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of their changes of layers."""
+        """Bytes of the changes of layers of those that were added."""
         return sum(found.adapter.num_bytes for found in list(self._by_name.values()))
+
+    def of_tasks(self, named: object) -> Adapter | list[Adapter | None] | None:
+        """The adapter of all texts' task, or that of each of a list; None: the model without any.
+
+        Raises OptionError for a name that is no task of the checkpoint, and where the model takes
+        no adapters.
+        """
+        tasks = self._checkpoint.tasks
+        if tasks is None:
+            return None
+        is_list = isinstance(named, list | tuple)
+        found = [tasks.resolve(task) for task in (named if is_list else [named])]
+        if any(task is not None for task in found):
+            check_takes_adapters(self._checkpoint)
+        adapters = [None if task is None else self._by_task[tasks.adapters[task]] for task in found]
+        return adapters if is_list else adapters[0]
 
     def add(self, name: str, path: str | Path) -> None:
         """Reads an adapter. Raises OptionError for a name that is taken or none, or a model that
@@ -64,6 +89,11 @@ class Adapters:
         check_adapter_name(name)
         check_takes_adapters(self._checkpoint)
         folder = resolve_adapter(path)
+        tasks = self._checkpoint.tasks
+        if tasks is not None and name in tasks.adapters:
+            raise OptionError(
+                f"{name!r} is a task of this checkpoint; give the adapter another name"
+            )
         with self._lock:
             if name in self._by_name:
                 raise OptionError(f"an adapter {name!r} is there already; remove it first")
@@ -103,11 +133,11 @@ def named_adapters(
     return [None if name is None else adapters.get(name).adapter for name in named]
 
 
-def check_count(named: Sequence[object], items: object) -> None:
+def check_count(named: Sequence[object], items: object, *, name: str = "adapter") -> None:
     """OptionError where a list of names is not as long as items that are sized."""
     if isinstance(items, Sized) and len(items) != len(named):
         raise OptionError(
-            f"adapter must be one name, or a list with one for each of {len(items)} inputs, got "
+            f"{name} must be one name, or a list with one for each of {len(items)} inputs, got "
             f"{len(named)}"
         )
 
@@ -119,20 +149,25 @@ def adapter_at(adapters: Sequence[Adapter | None], index: int) -> Adapter | None
     return adapters[index]
 
 
+def why_no_adapters(checkpoint: LoadedCheckpoint) -> str | None:
+    """Why rows of this model cannot have an adapter each; None where they can."""
+    if checkpoint.executor.has_workers or checkpoint.transformer.blocks.shard is not None:
+        return "a model that several processes share (tp, grid): load it in one process"
+    if checkpoint.router is not None:
+        return "a checkpoint with a Router: load the folder of the route"
+    if checkpoint.batch_invariant:
+        return (
+            "a batch-invariant model, because rows of an adapter are multiplied together: load it "
+            "without batch_invariant"
+        )
+    if checkpoint.quantization == "fp8":
+        return "a model in fp8: load it in bfloat16 or float16"
+    return None
+
+
 def check_takes_adapters(checkpoint: LoadedCheckpoint) -> None:
     """OptionError where rows of this model cannot have an adapter each."""
-    reason = None
-    if checkpoint.executor.has_workers or checkpoint.transformer.blocks.shard is not None:
-        reason = "a model that several processes share (tp, grid): load it in one process"
-    elif checkpoint.router is not None:
-        reason = "a checkpoint with a Router: load the folder of the route"
-    elif checkpoint.tasks is not None:
-        reason = "a checkpoint with adapters of its own, which `task` chooses: give task"
-    elif checkpoint.batch_invariant:
-        reason = "a batch-invariant model, because rows of an adapter are multiplied together: "
-        reason += "load it without batch_invariant"
-    elif checkpoint.quantization == "fp8":
-        reason = "a model in fp8: load it in bfloat16 or float16"
+    reason = why_no_adapters(checkpoint)
     if reason is not None:
         raise OptionError(f"adapters of single requests are not for {reason}, or {_MERGE}")
 
@@ -150,13 +185,27 @@ def load_adapter(
             f"{folder} has no {ADAPTER_CONFIG}; give the folder that peft's save_pretrained wrote"
         )
     weights = reopen_weights(checkpoint)
-    spec, transformer = checkpoint.spec, checkpoint.transformer
-    lora = read_lora(folder, weights, spec)
+    lora = read_lora(folder, weights, checkpoint.spec)
     _check_dora(folder, lora)
+    return _loaded(checkpoint, name, folder, weights, lora, {}, slots)
+
+
+def _loaded(
+    checkpoint: LoadedCheckpoint,
+    name: str,
+    folder: Path,
+    weights: Weights,
+    lora: Lora,
+    more: Mapping[int, LowRankChange],
+    slots: AdapterSlots,
+) -> LoadedAdapter:
+    """more: changes of words, which `lora` does not have."""
+    spec, transformer = checkpoint.spec, checkpoint.transformer
     word = transformer.embeddings.word
     try:
         reader = _ChangeReader(spec, lora, weights, dtype=word.dtype, device=word.device)
         changes = reader.changes(transformer.layers.weights, transformer.embeddings.project)
+        changes.update(more)
         _check_finite(folder, changes.values(), word.dtype)
         _check_positions(folder, spec, reader.used)
         heads = _load_heads(checkpoint, folder, weights, lora.without(reader.used))
@@ -171,6 +220,69 @@ def load_adapter(
             f"{error}; free memory there, or remove another adapter"
         ) from error
     return LoadedAdapter(adapter, heads)
+
+
+def _load_tasks(
+    checkpoint: LoadedCheckpoint,
+    tasks: TaskAdapters,
+    words: Mapping[str, Mapping[int, LowRankChange]],
+    slots: AdapterSlots,
+) -> dict[str, Adapter]:
+    """The adapters of tasks, by the names that `tasks.adapters` has for them."""
+    weights, found = reopen_weights(checkpoint), {}
+    names = checkpoint.spec.embeddings
+    embeddings = {names[key] for key in ("word", "token_type") if key in names}
+    for name, added in tasks.added.items():
+        lora, folder = Lora(added, {}).without(embeddings), checkpoint.folder
+        loaded = _loaded(checkpoint, name, folder, weights, lora, words[name], slots)
+        found[name] = loaded.adapter
+    return found
+
+
+def _word_changes(
+    checkpoint: LoadedCheckpoint, tasks: TaskAdapters
+) -> tuple[Tensor | None, dict[str, dict[int, LowRankChange]]]:
+    """(word_rows of AdapterSlots, the change of words by id() of it, for each adapter).
+
+    The rows of all adapters' factors stand beside each other: a token's row is looked up once, and
+    an adapter's first factor takes its own columns of it. The token type, of which there is one,
+    is added to each word: the first column is 1.
+    """
+    names, word = checkpoint.spec.embeddings, checkpoint.transformer.embeddings.word
+    type_name = names.get("token_type")
+    lefts: list[Tensor] = [torch.ones(checkpoint.spec.vocab_size, 1)]
+    found: dict[str, tuple[range, Tensor]] = {}
+    column = 1
+    for name, added in tasks.added.items():
+        types = added.get(type_name, ()) if type_name is not None else ()
+        if types and checkpoint.spec.num_token_types > 1:
+            raise CheckpointError(
+                f"{checkpoint.folder}: the adapter of {name!r:.200} changes token types, which "
+                f"bytetx takes of models with one; this one has {checkpoint.spec.num_token_types}"
+            )
+        kind = torch.zeros(word.shape[1], 1)
+        for part in types:
+            left, right = part.factors()
+            kind += (left @ right).t() * part.scaling
+        rights, first = [kind], column
+        for part in added.get(names["word"], ()):
+            left, right = part.factors()
+            lefts.append(left)
+            rights.append(right.t() * part.scaling)
+            column += left.shape[1]
+        if types or column > first:
+            found[name] = range(first, column), torch.cat(rights, dim=1)
+    changes: dict[str, dict[int, LowRankChange]] = {name: {} for name in tasks.added}
+    if not found:
+        return None, changes
+    lefts.append(torch.zeros(len(lefts[0]), -column % _ROW_MULTIPLE))
+    to = {"dtype": word.dtype, "device": word.device}
+    rows = torch.cat(lefts, dim=1).to(**to)
+    for name, (own, b) in found.items():
+        a = torch.zeros(b.shape[1], rows.shape[1])
+        a[range(b.shape[1]), [0, *own]] = 1
+        changes[name][id(rows)] = LowRankChange(a.to(**to), b.to(**to))
+    return rows, changes
 
 
 def _check_dora(folder: Path, lora: Lora) -> None:

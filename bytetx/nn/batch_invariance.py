@@ -38,8 +38,10 @@ def check_batch_invariant(
     """
     check = _cpu_obstacle if device.type == "cpu" else _gpu_obstacle
     obstacle = check(spec, device, dtype, quantization)
+    if obstacle is None and has_adapters:
+        obstacle = "checkpoints with an adapter for each task"
     if obstacle is None and device.type == "cuda":
-        obstacle = _gpu_module_obstacle(sentence, has_adapters=has_adapters)
+        obstacle = _gpu_module_obstacle(sentence)
     if obstacle is not None:
         raise OptionError(f"batch_invariant is not for {obstacle}, or leave it out")
 
@@ -125,9 +127,7 @@ def _gpu_obstacle(
     return None
 
 
-def _gpu_module_obstacle(sentence: SentenceSpec, *, has_adapters: bool) -> str | None:
-    if has_adapters:
-        return "checkpoints with an adapter a task on a GPU; use the CPU"
+def _gpu_module_obstacle(sentence: SentenceSpec) -> str | None:
     if sentence.splade is not None and sentence.splade.strategy == "sum":
         return "SPLADE with sums on a GPU; use the CPU"
     if any(kind == "SparseAutoEncoder" for kind, _ in sentence.modules):

@@ -244,6 +244,11 @@ class Rows:
     """The rows of one pass, all in this process; a subclass has those of a group's ranks."""
 
     embed = staticmethod(embed)
+    changes_words = False  # whether rows have words of their own
+
+    def changed_words(self, words: Tensor, input_ids: Tensor) -> Tensor:
+        """The rows' own words: [total_tokens, embedding_size], which may change in place."""
+        return words
 
     def local(self, x: Tensor) -> Tensor:
         """This rank's rows of x, which every rank has."""

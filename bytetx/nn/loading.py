@@ -30,7 +30,7 @@ from bytetx.checkpoint.side_files import TEXT, check_fields
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.checkpoint.staged_reader import StagedReader
 from bytetx.checkpoint.static_embedding import load_static_tokenizer, static_spec
-from bytetx.checkpoint.task_adapters import read_task_adapters
+from bytetx.checkpoint.task_adapters import TaskAdapters, read_task_adapters
 from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError, shown
@@ -54,7 +54,6 @@ from bytetx.nn.sentence_modules import (
     load_sentence_spec,
     load_static_weights,
 )
-from bytetx.nn.task_transformers import TaskTransformers
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.token_heads import load_token_head
 from bytetx.nn.transformer import Transformer
@@ -82,7 +81,7 @@ class LoadedCheckpoint:
     pair_template: of the chats that a causal reranker scores.
     decisions: how it asks questions, with the template of decision_template.jinja, if any.
     extraction: of a GLiNER model.
-    tasks: the model with the adapter of each task, where the checkpoint has some.
+    tasks: the adapters of tasks, where the checkpoint has some, as its files have them.
     router, routes: of a model whose task chooses a route; what is loaded is the default one.
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
@@ -112,7 +111,7 @@ class LoadedCheckpoint:
     decisions: DecisionConfig = DecisionConfig()
     decision_template: ChatTemplate | None = None
     extraction: ExtractionSpec | None = None
-    tasks: TaskTransformers | None = None
+    tasks: TaskAdapters | None = None
     router: RouterSpec | None = None
     routes: Mapping[str, "LoadedCheckpoint"] = field(default_factory=dict)
     static_weights: np.ndarray | None = None
@@ -231,7 +230,9 @@ def _load(
     dtype = resolve_dtype(dtype, device, saved=saved, overflows_float16=overflows_float16(spec))
     bits, parts = held_bits(quantization, spec), _num_parts(spec, blocks)
     check_fits(weights.num_parameters, dtype, device, parts=parts, bits=bits)
-    adapters = read_task_adapters(sentence.folder, config, weights, spec)
+    tasks = read_task_adapters(
+        sentence.folder, config, weights, spec, default=sentence.default_task
+    )
     if batch_invariant:
         check_batch_invariant(
             spec,
@@ -239,7 +240,7 @@ def _load(
             device=device,
             dtype=dtype,
             quantization=quantization,
-            has_adapters=adapters is not None,
+            has_adapters=tasks is not None,
         )
     transformer, heads = _load_model(
         spec,
@@ -257,11 +258,6 @@ def _load(
     modules, token_modules, token_weight = _load_sentence_parts(
         sentence, spec, weights, device=device, dtype=dtype, batch_invariant=batch_invariant
     )
-    tasks = None
-    if adapters is not None:
-        tasks = TaskTransformers(
-            adapters, weights.cast(dtype), transformer, quantization=quantization
-        )
     unused = tuple(weights.unused())
     _report_unused(folder, unused)
     return LoadedCheckpoint(

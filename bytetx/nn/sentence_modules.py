@@ -236,7 +236,8 @@ class SentenceSpec:
     similarity: the function that compares vectors, where the checkpoint names one.
     logit_score: set where a causal model scores pairs.  sparse_static: the folder of a
     SparseStaticEmbedding, whose weights of tokens need no transformer.  static: set where the model
-    is a table of token vectors, without layers.
+    is a table of token vectors, without layers.  default_task: of calls of a model with an adapter
+    for each task.
     """
 
     folder: Path
@@ -258,6 +259,7 @@ class SentenceSpec:
     logit_score: LogitScoreSpec | None = None
     sparse_static: Path | None = None
     static: StaticSpec | None = None
+    default_task: str | None = None
 
     @property
     def is_sparse(self) -> bool:
@@ -449,6 +451,7 @@ def _limits(settings: TransformerSettings) -> dict[str, Any]:
     return {
         "max_seq_length": settings.max_seq_length,
         "do_lower_case": settings.do_lower_case,
+        "default_task": settings.default_task,
     }
 
 

@@ -38,33 +38,15 @@ class EmbeddingWeights:
     token_type: torch.Tensor | None  # [num_token_types, embedding_size]
     norm: RowNorm | None
     project: LinearWeight | None  # embedding_size -> hidden_size
-    word_adapter: "WordAdapter | None" = None
     coded: CodedWeight | None = None  # the word table in 8 bits
     # Of tokens that share rows of `word`: the row of each token, int32 [vocab_size].
     places: torch.Tensor | None = None
     scales: torch.Tensor | None = None  # what its row is multiplied by, [vocab_size]
 
     def word_rows(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """word[input_ids], of codes or with an adapter; [total_tokens, embedding_size]."""
+        """word[input_ids], also of codes; [total_tokens, embedding_size]."""
         coded = self.coded
-        words = F.embedding(input_ids, self.word) if coded is None else coded.rows(input_ids)
-        return words if self.word_adapter is None else self.word_adapter.changed(words, input_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class WordAdapter:
-    """A low-rank change of the word table, which is not held a second time.
-
-    rows: f32 [vocab_size, rank].  out: rank -> embedding_size, f32.
-    """
-
-    rows: torch.Tensor
-    out: LinearWeight
-
-    def changed(self, words: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-        """words + change[input_ids], [total_tokens, embedding_size] in words' dtype."""
-        change = linear(F.embedding(input_ids, self.rows), self.out)
-        return change.add_(words).to(words.dtype)
+        return F.embedding(input_ids, self.word) if coded is None else coded.rows(input_ids)
 
 
 class Placement(ABC):
@@ -307,8 +289,8 @@ class Transformer:
         table, norm = self.embeddings, self.embeddings.norm
         projects_words = table.project is not None and self.spec.is_causal
         embeds = batch.inputs_embeds
-        if embeds is None and (table.coded is not None or table.word_adapter is not None):
-            embeds = table.word_rows(batch.input_ids)
+        if embeds is None and (table.coded is not None or rows.changes_words):
+            embeds = rows.changed_words(table.word_rows(batch.input_ids), batch.input_ids)
         places, scales = table.places, table.scales
         x = rows.embed(
             batch.input_ids if places is None else places.index_select(0, batch.input_ids),

@@ -1,7 +1,7 @@
 """Inputs to requests: strings, pairs and token ids, each checked separately."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeGuard, cast
 
@@ -13,7 +13,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Text, Tokenizer, Tokens
 from bytetx.encode.prefixes import MOST_SHARED
 from bytetx.encode.request import Alignment, Failure, Requests, Window
-from bytetx.errors import InputError, TooLongError
+from bytetx.errors import InputError, OptionError, TooLongError
 from bytetx.requests.chunks import Chunk, cut_encoding
 from bytetx.requests.token_ids import Errors, Ids, cut_ids, flatten_ids, no_tokens
 from bytetx.requests.token_ids import check_range as check_ids
@@ -41,12 +41,13 @@ class Expansion:
 class InputReader:
     """Turns windows of inputs into requests. Threads may share one that has read the first window.
 
-    prompt: put before every string; token ids get none.  truncate: cut what is too long instead of
-    failing it.  with_alignment: keep offsets and words of each token.  keeps_errors: a bad input
-    becomes a Failure instead of an InputError that is raised.  needs_mask: a text without the
-    tokenizer's mask token is a bad input.  max_tokens: of token ids, where that is fewer than the
-    model takes.  expansion: tokens that are appended to each input.  cuts: a text beyond the
-    tokenizer's limit becomes several rows, each of which shares `stride` tokens with the next one.
+    prompt: put before every string; token ids get none.  prompts: that of each text, in its place.
+    truncate: cut what is too long instead of failing it.  with_alignment: keep offsets and words of
+    each token.  keeps_errors: a bad input becomes a Failure instead of an InputError that is
+    raised.  needs_mask: a text without the tokenizer's mask token is a bad input.
+    max_tokens: of token ids, where that is fewer than the model takes.  expansion: tokens that are
+    appended to each input.  cuts: a text beyond the tokenizer's limit becomes several rows, each of
+    which shares `stride` tokens with the next one.
     max_chunk_tokens: that the rows of one text may have together; a text with more is a bad input.
     allows_no_tokens: a text without tokens is no error.
     """
@@ -64,7 +65,8 @@ class InputReader:
     stride: int = 0
     max_chunk_tokens: int | None = None
     allows_no_tokens: bool = False
-    _prompt_tokens: int | None = None
+    prompts: Sequence[str] | None = None
+    _prompt_tokens: dict[str, int] = field(default_factory=dict)
     _tokens_per_character: float = _TOKENS_PER_CHARACTER
 
     def estimate_tokens(self, item: Input) -> int:
@@ -143,8 +145,8 @@ class InputReader:
         else:
             tokens = tokenizer.encode_ids(cast("list[str]", list(given.values())))
         prompt_tokens = None
-        if self.prompt:
-            prompt_tokens = np.full(len(given), self._count_prompt_tokens(tokenizer), np.int32)
+        if self.has_prompts:
+            prompt_tokens = self._count_prompt_tokens(given, tokenizer)
         requests = Requests(
             np.fromiter(given, dtype=np.int64, count=len(given)),
             tokens.seqlens,
@@ -200,8 +202,8 @@ class InputReader:
             )
             token_types = np.concatenate(list(columns))
         chunk_numbers = np.array(numbers, dtype=np.int32)
-        if self.prompt:  # it is in a text's first chunk
-            num_tokens = self._count_prompt_tokens(tokenizer)
+        if self.has_prompts:  # it is in a text's first chunk
+            num_tokens = self._count_prompt_tokens(indices, tokenizer)
             prompt_tokens = np.where(chunk_numbers == 0, num_tokens, 0).astype(np.int32)
         requests = Requests(
             np.array(indices, dtype=np.int64),
@@ -241,14 +243,14 @@ class InputReader:
     def checked_texts(self, texts: Mapping[int, Text], errors: Errors) -> Mapping[int, Text]:
         """The texts for the tokenizer, by index in the caller's order; the others are errors."""
         given = cast("Sequence[str]", list(texts.values()))
-        if not self.prompt and set(map(type, given)) == {str} and all(map(str.isascii, given)):
+        if not self.has_prompts and set(map(type, given)) == {str} and all(map(str.isascii, given)):
             return texts
         checked: dict[int, Text] = {}
         for index, text in texts.items():
             if isinstance(text, str):
                 if text.isascii() or _is_unicode(text, index, errors):
-                    checked[index] = self.prompt + text
-            elif self.prompt:
+                    checked[index] = self.prompt_of(index) + text
+            elif self.prompt_of(index):
                 errors[index] = InputError(
                     f"texts[{index}] is a pair; a prompt goes with single texts only"
                 )
@@ -330,13 +332,27 @@ class InputReader:
                 error = InputError(f"texts[{index}] has no {mask} to fill{cut}")
                 errors.setdefault(index, error)
 
-    def _count_prompt_tokens(self, tokenizer: Tokenizer) -> int:
-        """Tokens of the prompt alone, without the special token that would end it."""
-        if self._prompt_tokens is None:
-            encoding = tokenizer.encode([self.prompt])[0]
-            ends_special = bool(encoding.ids) and encoding.ids[-1] in tokenizer.frame_ids
-            self._prompt_tokens = len(encoding.ids) - ends_special
-        return self._prompt_tokens
+    @property
+    def has_prompts(self) -> bool:
+        """Whether some texts may have a prompt."""
+        return bool(self.prompt) or self.prompts is not None
+
+    def prompt_of(self, index: int) -> str:
+        """The prompt of a text by its index. OptionError where `prompts` has none for it."""
+        if self.prompts is None:
+            return self.prompt
+        if index >= len(self.prompts):
+            raise OptionError(f"task has {len(self.prompts)} entries, and there are more texts")
+        return self.prompts[index]
+
+    def _count_prompt_tokens(self, indices: Iterable[int], tokenizer: Tokenizer) -> np.ndarray:
+        """Tokens of the prompt of each text, int32, without the special token that would end it."""
+        prompts, known = [self.prompt_of(index) for index in indices], self._prompt_tokens
+        for prompt in {*prompts} - known.keys():
+            encoding = tokenizer.encode([prompt])[0] if prompt else None
+            ids = [] if encoding is None else encoding.ids
+            known[prompt] = len(ids) - (bool(ids) and ids[-1] in tokenizer.frame_ids)
+        return np.array([known[prompt] for prompt in prompts], dtype=np.int32)
 
 
 def _common_part(item: Input, before: Input) -> float:

@@ -23,5 +23,10 @@ class SpanReader(InputReader):
         if requests.alignments is None:
             return requests
         aligned = zip(requests.indices.tolist(), requests.alignments, strict=True)
-        alignments = [replace(one, spans=self.spans[index]) for index, one in aligned]
+        alignments = [replace(one, spans=self._placed(index)) for index, one in aligned]
         return replace(requests, alignments=alignments)
+
+    def _placed(self, index: int) -> list[Span]:
+        """The spans of a text behind its prompt."""
+        size = len(self.prompt_of(index))
+        return [(start + size, end + size) for start, end in self.spans[index]]

@@ -38,9 +38,12 @@ from bytetx.tasks.rerank import reranks_by_logits, why_no_score
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.run import forward
 from bytetx.tasks.search import similarity as similarity_of
-from bytetx.tasks.task import TaskOptions, TaskSpec
+from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 
 logger = logging.getLogger("bytetx.serve")
+
+# What a model's tasks with adapters change, and what reads texts alone.
+_WITH_TASKS = ("embed", "embed_sparse", "tokenize")
 
 
 def model_facts(source: ModelSource, model: Model) -> ModelFacts:
@@ -124,13 +127,16 @@ class LocalBackend:
     ):
         """changes_adapters: whether they may be loaded and unloaded while it runs."""
         self._served = {one.facts.name: one for one in served}
-        # Models with an adapter, in the same queues, by MODEL:ADAPTER.
+        # Models with an adapter, in the same queues, by MODEL:ADAPTER or MODEL:TASK.
         self._adapted: dict[str, ServedModel] = {}
         self._changes_adapters = changes_adapters
         self.on_models: Callable[[], None] = lambda: None
         for one in served:
             for adapter in one.model.model.adapters:
                 self._serve_adapter(one, adapter)
+            tasks = one.model.model.checkpoint.tasks
+            for task in () if tasks is None else tasks.adapters:
+                self._serve_task(one, task)
         self.models = self._list_models()
         self.is_healthy = True
         self._on_lost = on_lost
@@ -204,7 +210,15 @@ class LocalBackend:
     def _serve_adapter(self, served: ServedModel, adapter: str) -> None:
         name, parent = f"{served.facts.name}:{adapter}", served.facts.name
         facts = replace(served.facts, name=name, parent=parent, created=int(time.time()))
-        self._adapted[name] = replace(served, facts=facts, model=served.model._adapted(adapter))
+        model = served.model._adapted(adapter=adapter)
+        self._adapted[name] = replace(served, facts=facts, model=model)
+
+    def _serve_task(self, served: ServedModel, task: str) -> None:
+        parent = served.facts
+        own = tuple(name for name in parent.tasks if name in _WITH_TASKS)
+        facts = replace(parent, name=f"{parent.name}:{task}", parent=parent.name, tasks=own)
+        model = served.model._adapted(task=task)
+        self._adapted[facts.name] = replace(served, facts=facts, model=model)
 
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
         try:
@@ -296,7 +310,8 @@ async def _embed(served: ServedModel, call: Call) -> Outcome:
 
 def _is_groupable(call: Call) -> bool:
     """Whether a call of `embed` may wait for those that come with it."""
-    return not call.options.get("task") and not call.options.get("left") and is_small(call.inputs)
+    has_one_task = isinstance(call.options.get("task"), str | None)
+    return has_one_task and not call.options.get("left") and is_small(call.inputs)
 
 
 def _embed_soon(served: ServedModel, call: Call) -> "asyncio.Future[Embeddings]":
@@ -532,7 +547,7 @@ async def _prepared(served: ServedModel, call: Call) -> tuple[dict[str, Any], li
             "limit",
             f"truncation_direction Left is for text, and token ids may be at most {most} with it",
         )
-    prompt = _prompt_text(served, options)
+    prompt = _task_prompt(served, options)
     inputs, num_cut = await asyncio.to_thread(served.left.encode, call.inputs, prompt=prompt)
     skips_prompt = not served.model.model.checkpoint.sentence.include_prompt
     if num_cut and prompt and skips_prompt and call.task in ("embed", "similarity"):
@@ -565,6 +580,19 @@ def _is_pair(text: Any) -> bool:
 def _prompt_text(served: ServedModel, options: Mapping[str, Any]) -> str:
     sentence = served.model.model.checkpoint.sentence
     return sentence.prompt_text(options.get("prompt"), options.get("prompt_name"))
+
+
+def _task_prompt(served: ServedModel, options: Mapping[str, Any]) -> str:
+    """The one prompt of all texts of a call."""
+    names = ("task", "prompt", "prompt_name")
+    given = {name: options[name] for name in names if name in options}
+    found = PromptOptions(**served.model.with_own(declared_task("embed"), given))
+    if not isinstance(found.task, str | None):
+        raise ServeError(
+            "validation",
+            "truncation_direction Left is for one task of all texts; make a request for each",
+        )
+    return served.model.model.context.prompt(found, found.task)
 
 
 def _need_tokenizer(served: ServedModel) -> Tokenizer:

@@ -34,7 +34,7 @@ async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
         dimensions=body.dimensions,
         pooling=exchange.site.settings.pooling,
         truncate=truncates(exchange, body.truncate),
-        **prompt_options(exchange, body.prompt_name),
+        **prompt_options(exchange, body.prompt_name, task=body.task),
     )
     vectors = outcome.arrays[0]
     rows = _base64_rows(vectors) if body.encoding_format == "base64" else vectors

@@ -3,7 +3,7 @@
 /extract, which TEI lacks, is beside them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -56,7 +56,7 @@ async def embed(body: EmbedRequest, exchange: Exchange) -> Response:
         dimensions=body.dimensions,
         pooling=exchange.site.settings.pooling,
         truncate=truncates(exchange, body.truncate),
-        **prompt_options(exchange, body.prompt_name),
+        **prompt_options(exchange, body.prompt_name, task=body.task),
         **_left(body.cuts_left),
     )
     return json_answer(exchange, outcome.arrays[0], num_characters=count_characters(body.inputs))
@@ -90,7 +90,7 @@ async def embed_sparse(body: EmbedSparseRequest, exchange: Exchange) -> Response
         "embed_sparse",
         body.inputs,
         truncate=truncates(exchange, body.truncate),
-        **prompt_options(exchange, body.prompt_name),
+        **prompt_options(exchange, body.prompt_name, task=body.task),
         **_left(body.cuts_left),
     )
     content = _sparse_rows(outcome)
@@ -236,7 +236,11 @@ async def similarity(body: SimilarityRequest, exchange: Exchange) -> Response:
         texts,
         pooling=exchange.site.settings.pooling,
         truncate=truncates(exchange, None if given is None else given.truncate),
-        **prompt_options(exchange, None if given is None else given.prompt_name),
+        **prompt_options(
+            exchange,
+            None if given is None else given.prompt_name,
+            task=None if given is None else given.task,
+        ),
         **_left(given is not None and given.cuts_left),
     )
     return json_answer(exchange, outcome.rows, num_characters=count_characters(texts))
@@ -392,16 +396,22 @@ def normalize_option(facts: ModelFacts, given: bool | None) -> bool | None:
     return None if given and "Normalize" in facts.info["sentence_modules"] else given
 
 
-def prompt_options(exchange: Exchange, prompt_name: str | None) -> dict[str, str]:
-    """Options of Model.embed; the server's default where the request names no prompt."""
+def prompt_options(
+    exchange: Exchange,
+    prompt_name: str | None,
+    *,
+    task: str | Sequence[str | None] | None = None,
+) -> dict[str, Any]:
+    """Options of Model.embed; the server's default where the request names no prompt or task."""
     settings = exchange.site.settings
+    options: dict[str, Any] = {} if task is None else {"task": task}
     if prompt_name is not None:
-        return {"prompt_name": prompt_name}
-    if settings.default_prompt is not None:
-        return {"prompt": settings.default_prompt}
-    if settings.default_prompt_name is not None:
-        return {"prompt_name": settings.default_prompt_name}
-    return {}
+        options["prompt_name"] = prompt_name
+    elif task is None and settings.default_prompt is not None:
+        options["prompt"] = settings.default_prompt
+    elif task is None and settings.default_prompt_name is not None:
+        options["prompt_name"] = settings.default_prompt_name
+    return options
 
 
 def _left(cuts_left: bool) -> dict[str, bool]:

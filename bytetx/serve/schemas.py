@@ -453,11 +453,16 @@ class LoadAdapterRequest(UnloadAdapterRequest):
     path: str = Field(description="Folder on the server, or a hub id.")
 
 
+# Of all texts, or of each.
+_Task = str | _List[str | None]
+
+
 class EmbedRequest(_TeiRequest):
     inputs: Texts
     normalize: OrNull[bool] = Field(True, description="Scale vectors to length 1.")
     dimensions: Annotated[int, Field(ge=1)] | None = None
     prompt_name: str | None = None
+    task: _Task | None = Field(None, description="Not TEI's: as of Model.embed.")
 
 
 class EmbedAllRequest(_TeiRequest):
@@ -468,6 +473,7 @@ class EmbedAllRequest(_TeiRequest):
 class EmbedSparseRequest(_TeiRequest):
     inputs: Texts
     prompt_name: str | None = None
+    task: _Task | None = Field(None, description="Not TEI's: as of Model.embed_sparse.")
 
 
 class PredictRequest(_TeiRequest):
@@ -517,6 +523,7 @@ class SimilarityInput(Request):
 
 class SimilarityParameters(_TeiRequest):
     prompt_name: str | None = None
+    task: _Task | None = Field(None, description="Not TEI's: as of Model.embed.")
 
 
 class SimilarityRequest(Request):
@@ -560,7 +567,6 @@ class EmbeddingsRequest(_OpenRequest):
         "output_dtype": ("float",),
         "pooling": (),
         "priority": (0,),
-        "task": (),
         "truncate_prompt_tokens": (),
     }
     input: Texts
@@ -569,6 +575,7 @@ class EmbeddingsRequest(_OpenRequest):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
     prompt_name: str | None = Field(None, description="Not OpenAI's: a prompt of the checkpoint.")
+    task: _Task | None = Field(None, description="Not OpenAI's: as of Model.embed.")
     truncate: bool | None = Field(None, description="Not OpenAI's: as /embed's.")
 
 

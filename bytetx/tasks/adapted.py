@@ -17,7 +17,7 @@ from bytetx.packed import prefix_sums, upload
 from bytetx.sequence_tree import rows_of
 from bytetx.tasks.call import TaskCall
 from bytetx.tasks.context import TaskContext
-from bytetx.tasks.task import TaskOptions, TaskSpec
+from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 
 T = TypeVar("T")
 
@@ -34,6 +34,8 @@ def adapted_call(
     Raises OptionError for an unknown name, or a list that is not as long as the texts.
     """
     named = options.adapter
+    if getattr(options, "task", None) is not None and context.checkpoint.tasks is not None:
+        raise OptionError("adapter and task exclude each other where tasks have adapters; give one")
     if not isinstance(named, list | tuple):
         found = adapters.get(named)
         call = spec.start(_context_of(context, found), *inputs, options)
@@ -66,6 +68,17 @@ def adapted_call(
             {id(one): calls[id(contexts[id(found)])].task for one, found in owned}
         )
     return replace(first, adapters=each, task=task)
+
+
+def task_call(call: TaskCall[T], adapters: Adapters, options: PromptOptions) -> TaskCall[T]:
+    """A call with the adapters of its texts' tasks, of a checkpoint that has some.
+
+    Raises OptionError for an unknown task, or a list that is not as long as the texts.
+    """
+    named = options.task
+    if isinstance(named, list | tuple):
+        check_count(named, call.texts, name="task")
+    return replace(call, adapters=adapters.of_tasks(named))
 
 
 def _context_of(context: TaskContext, found: LoadedAdapter | None) -> TaskContext:

@@ -1,28 +1,21 @@
 """TaskContext: the parts of a loaded checkpoint that tasks are made of."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
-
-import numpy as np
-import torch
+from typing import TypeVar
 
 from bytetx.arguments import check_text
 from bytetx.checkpoint.control_tokens import ChatEncoder
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
-from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.checkpoint_heads import Heads
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.nn.splade import prepare_splade_head
-from bytetx.nn.transformer import Transformer
 from bytetx.requests.decisions import MARK, SPLIT, DecisionPrompts
 from bytetx.requests.inputs import InputReader
-from bytetx.runtime.forking import computing
 from bytetx.tasks.chunks import set_chunks
 from bytetx.tasks.task import (
     OverflowOptions,
@@ -100,41 +93,46 @@ class TaskContext:
             raise InputError("this checkpoint has no tokenizer, which this task needs")
         return self.tokenizer
 
-    def with_adapter(self, options: PromptOptions, job: Task[R]) -> Task[R]:
-        """The job on the model with the adapter of `options.task`, where the checkpoint has some.
+    def set_prompts(self, reader: InputReader, options: PromptOptions) -> None:
+        """Give a reader the prompt of all texts, or that of each text where each has its task.
 
+        A prompt is the one that is given or named; else the task's own; else the checkpoint's
+        default, unless the task is "query" or "document", as sentence-transformers' encode_query
+        has it.
         Raises OptionError for a task that is not known.
         """
-        name, tasks = options.task, self.checkpoint.tasks
-        if name is None or self.checkpoint.router is not None:  # the route was chosen
-            return job
-        if tasks is None:
-            if not isinstance(name, str) or name not in PROMPT_NAMES:
-                raise OptionError(
-                    f"task must be {' or '.join(map(repr, PROMPT_NAMES))} (this checkpoint has no "
-                    f"adapters of other tasks), got {shown(name)}"
-                )
-            return job
-        with computing(self.checkpoint.device):
-            return AdaptedTask(job, tasks.transformer(name), name)
-
-    def prompt(self, options: PromptOptions) -> str:
-        """The prompt that is given or named; else the task's own; else the checkpoint's default.
-
-        A task without a prompt has none, as of sentence-transformers' encode_query.
-        """
-        sentence, task = self.checkpoint.sentence, options.task
         if options.prompt is not None:
             check_text("prompt", options.prompt)
-        if task is options.prompt is options.prompt_name is None:
-            return self._default_prompt
-        if task is None or options.prompt is not None or options.prompt_name is not None:
+        task = options.task
+        if isinstance(task, list | tuple):
+            known = {one: self.prompt(options, one) for one in dict.fromkeys(map(_checked, task))}
+            reader.prompts = [known[one] for one in task]
+        else:
+            reader.prompt = self.prompt(options, task)
+
+    def prompt(self, options: PromptOptions, task: object) -> str:
+        """The prompt of a text with this task, or without one; see set_prompts."""
+        sentence, tasks = self.checkpoint.sentence, self.checkpoint.tasks
+        is_named = options.prompt is not None or options.prompt_name is not None
+        if tasks is not None and (task is not None or options.adapter is None):
+            task = tasks.resolve(task)
+        elif task is not None and self.checkpoint.router is None and not _has_prompts(task):
+            raise OptionError(
+                f"task must be {' or '.join(map(repr, PROMPT_NAMES))} (this checkpoint has no "
+                f"adapters of other tasks), got {shown(task)}"
+            )
+        if is_named:
             return sentence.prompt_text(options.prompt, options.prompt_name)
+        if task is None:
+            return self._default_prompt
+        assert isinstance(task, str)
         prompts = dict(sentence.prompts)
-        if self.checkpoint.tasks is not None:
-            prompts = {**self.checkpoint.tasks.prompts, **prompts}
         names: Sequence[str] = PROMPT_NAMES.get(task, (task,))
-        return next((prompts[name] for name in names if name in prompts), "") or ""
+        default = ""
+        if tasks is not None:
+            prompts = {**tasks.prompts, **prompts}
+            names, default = (tasks.prompt_names.get(task, task),), self._default_prompt
+        return next((prompts[name] for name in names if name in prompts), default) or ""
 
     @cached_property
     def _default_prompt(self) -> str:
@@ -168,31 +166,12 @@ class TaskContext:
         return None if head is None else prepare_splade_head(head)
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedTask:
-    """A task that runs on another Transformer than the runner's: that with an adapter.
+def _has_prompts(task: object) -> bool:
+    return isinstance(task, str) and task in PROMPT_NAMES
 
-    name: of the adapter; captured graphs hold its weights, so that each has its own.
-    """
 
-    task: Task[Any]
-    transformer: Transformer
-    name: str
-
-    @property
-    def key(self) -> Hashable:
-        return (self.name, self.task.key)
-
-    @property
-    def capture(self) -> Capture | None:
-        capture = self.task.capture
-        return None if capture is None else Capture((self.name, capture.key), rows=capture.rows)
-
-    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        return self.task.compute(self.transformer, step)
-
-    def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
-        return self.task.are_finite(outputs, step)
-
-    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> Sequence[Any]:
-        return self.task.finish(outputs, step)
+def _checked(task: object) -> str | None:
+    """The name of a task, or None. Raises OptionError for what is neither."""
+    if task is not None and not isinstance(task, str):
+        raise OptionError(f"task must be a name, or a list of names and None, got {shown(task)}")
+    return task

@@ -180,7 +180,7 @@ def embed(context: TaskContext, texts: Texts, options: EmbedOptions) -> TaskCall
     """
     vectors = dense_task(context, options)
     reader = context.reader(options)
-    reader.prompt = context.prompt(options)
+    context.set_prompts(reader, options)
     quantizer = vectors.quantizer
     by_all = options.precision if quantizer is not None and quantizer.needs_ranges else None
     size, dtype = vectors.size, None
@@ -199,7 +199,7 @@ def embed(context: TaskContext, texts: Texts, options: EmbedOptions) -> TaskCall
     return TaskCall(
         "embed",
         texts,
-        context.with_adapter(options, rows),
+        rows,
         reader,
         new_sink,
         merge=vectors.mean if reader.cuts else None,

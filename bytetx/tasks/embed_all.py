@@ -108,7 +108,7 @@ def embed_all(context: TaskContext, texts: Texts, options: AllOptions) -> TaskCa
     token_size, tokens = token_task(context, TokenOptions())
     job: Task[_Vectors] = EmbedAllTask(dense, sparse, tokens)
     reader = context.reader(options)
-    reader.prompt = context.prompt(options)
+    context.set_prompts(reader, options)
     dense_size, vocab_size = dense.size, context.spec.vocab_size
 
     def gather(results: Results[_Vectors | InputError]) -> AllEmbeddings:
@@ -120,8 +120,7 @@ def embed_all(context: TaskContext, texts: Texts, options: AllOptions) -> TaskCa
             stats=results.stats,
         )
 
-    adapted = context.with_adapter(options, job)
-    return TaskCall("embed_all", texts, adapted, reader, lambda _: ListSink(gather))
+    return TaskCall("embed_all", texts, job, reader, lambda _: ListSink(gather))
 
 
 def join_all(

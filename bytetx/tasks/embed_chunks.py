@@ -31,16 +31,15 @@ from bytetx.tasks.vectors import TokenEmbeddings, token_sink
 class EmbedSpansTask:
     """The vectors of spans of characters of each text, pooled from one pass over the text.
 
-    The texts' alignments have the spans.  num_prompt_characters: in front of each text.
+    The texts' alignments have the spans, prompts included.
     Source: late chunking (arXiv 2409.04701).
     """
 
     task: EmbedTask
-    num_prompt_characters: int
 
     @property
     def key(self) -> Hashable:
-        return ("spans", self.task.key, self.num_prompt_characters)
+        return ("spans", self.task.key)
 
     @property
     def capture(self) -> None:
@@ -76,7 +75,6 @@ class EmbedSpansTask:
     def _tokens(self, alignment: Alignment) -> list[np.ndarray]:
         """The tokens that have a character in each span."""
         offsets = np.array(alignment.offsets, dtype=np.int64).reshape(-1, 2)
-        offsets = offsets - self.num_prompt_characters
         is_own = np.array(alignment.special_tokens_mask) == 0
         is_own &= offsets[:, 1] > offsets[:, 0]
         return [
@@ -114,11 +112,10 @@ def embed_chunks(
     vectors = _rows_task(context, options)
     cut = OverflowOptions(overflow="chunk", stride=options.stride, on_error=options.on_error)
     reader = context.reader(cut)
-    reader.prompt = context.prompt(options)
+    context.set_prompts(reader, options)
     rows = cast("Task[np.ndarray]", vectors)  # the rows of one array
     sink = token_sink(_no_vectors(vectors))
-    job = context.with_adapter(options, rows)
-    return TaskCall("embed_chunks", texts, job, reader, sink, merge=np.stack)
+    return TaskCall("embed_chunks", texts, rows, reader, sink, merge=np.stack)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,15 +144,14 @@ def embed_spans(
     reader = SpanReader(
         context.spec,
         context.need_tokenizer(),
-        prompt=context.prompt(options),
         truncate=options.truncate,
         with_alignment=True,
         keeps_errors=options.on_error == "return",
         spans=spans,
     )
-    rows: Task[np.ndarray] = EmbedSpansTask(vectors, len(reader.prompt))
+    context.set_prompts(reader, options)
     sink = token_sink(_no_vectors(vectors))
-    return TaskCall("embed_spans", texts, context.with_adapter(options, rows), reader, sink)
+    return TaskCall("embed_spans", texts, EmbedSpansTask(vectors), reader, sink)
 
 
 def _rows_task(context: TaskContext, options: DenseOptions) -> EmbedTask:

@@ -228,9 +228,8 @@ def embed_sparse(
     """
     vectors = sparse_task(context, options.max_active_dims)
     rows: Task[SparseVector] = vectors
-    job = context.with_adapter(options, rows)
     reader = context.reader(options)
-    reader.prompt = context.prompt(options)
+    context.set_prompts(reader, options)
     size = context.spec.vocab_size
     if isinstance(vectors, StaticWeightTask):  # no model limits a text
         size = len(vectors.weights)
@@ -238,7 +237,7 @@ def embed_sparse(
         reader.allows_no_tokens = True
     elif isinstance(vectors, LatentTask):
         size = vectors.size
-    return TaskCall("embed_sparse", texts, job, reader, lambda _: SparseSink(size))
+    return TaskCall("embed_sparse", texts, rows, reader, lambda _: SparseSink(size))
 
 
 def sparse_task(context: TaskContext, max_active_dims: int | None) -> SparseTask:

@@ -202,7 +202,11 @@ def _key(reading: Reading) -> Hashable:
     """Equal for readings that one reader can do."""
     reader = reading.reader
     is_plain = type(reader) is InputReader and not (
-        reader.cuts or reader.with_alignment or reader.needs_mask or reader.expansion
+        reader.cuts
+        or reader.with_alignment
+        or reader.needs_mask
+        or reader.expansion
+        or reader.prompts is not None
     )
     if not is_plain or len(reading.texts) > _MAX_SMALL_TEXTS:
         return id(reading)

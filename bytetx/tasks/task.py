@@ -98,10 +98,11 @@ class OverflowOptions(TextOptions):
 class PromptOptions(TaskOptions):
     """Options of tasks that choose a route, an adapter and a prompt of the checkpoint."""
 
-    task: str | None = option(
+    task: str | Sequence[str | None] | None = option(
         None,
         "'query', 'document', or the name of a task that the checkpoint has an adapter or a route "
-        "for. It also takes the prompt of that name, where the checkpoint has one.",
+        "for, or a list with one for each text. It also takes the prompt of that name, where the "
+        "checkpoint has one.",
     )
     prompt: str | None = option(
         None,

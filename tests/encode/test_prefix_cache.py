@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -14,12 +13,9 @@ from tiny import one_thread  # noqa: F401  (autouse)
 from tiny_decoders import DECODERS
 
 import bytetx
-from bytetx.checkpoint.task_adapters import TaskAdapters
-from bytetx.checkpoint.weights import Weights
 from bytetx.encode.prefix_cache import PrefixCache
 from bytetx.errors import OptionError
 from bytetx.model import Model
-from bytetx.nn.task_transformers import TaskTransformers
 
 
 def texts_of(seed: int = 3) -> list[list[int]]:
@@ -246,9 +242,5 @@ def test_the_option(tmp_path: Path) -> None:
     assert again(*arguments).info()["prefix_cache_bytes"] == 12345
     with pytest.raises(OptionError, match="prefix_cache_bytes must be an integer from 0, got -1"):
         bytetx.load(tmp_path / "a", device="cpu", prefix_cache_bytes=-1)
-    weights = Weights(tmp_path / "a", off.spec)
-    adapters = TaskTransformers(TaskAdapters({}, {}), weights, off.checkpoint.transformer)
-    adapted = Model(replace(off.checkpoint, tasks=adapters))  # equal tokens have other keys
-    assert adapted.info()["prefix_cache_bytes"] == 0
     encoder = bytetx.load(save_checkpoint(tmp_path / "b"), device="cpu")
     assert encoder.info()["prefix_cache_bytes"] == 0

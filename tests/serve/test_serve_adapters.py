@@ -9,7 +9,8 @@ import httpx
 import numpy as np
 import pytest
 import transformers
-from checkpoints import SENTENCES
+from checkpoints import SENTENCES, save_checkpoint
+from jina_adapters import TASKS, save_with_adapters
 from lora_adapters import save_adapter
 from serving import KEY, InProcess, start_server
 
@@ -236,3 +237,47 @@ def test_front_ends_know_of_adapters(
             found = embed("embedder:news")  # the other front-end was not told yet
         assert all(one.is_success and one.json() == found[0].json() for one in found)
         assert {one.status_code for one in embed("embedder:legal")} == {404}
+
+
+@pytest.mark.feature("Server", "tasks of a checkpoint as models, and in requests")
+def test_tasks_of_a_checkpoint(tmp_path: Path) -> None:
+    base = save_checkpoint(tmp_path / "base", "jina_embeddings_v3")
+    folder = save_with_adapters(tmp_path / "jina", base)
+    settings = ServeSettings(model_sources([f"jina={folder}"]), device="cpu")
+    models = load_models(read_settings(settings_line(settings)))
+    one = InProcess(settings, models)
+    try:
+        listed = one.get("/v1/models").json()["data"]
+        assert [entry["id"] for entry in listed] == ["jina", *(f"jina:{task}" for task in TASKS)]
+        assert {entry.get("parent") for entry in listed[1:]} == {"jina"}
+        model = one.model("jina")
+        right = {task: model.embed(TEXTS, task=task).vectors for task in (None, *TASKS)}
+        for task in TASKS:
+            for body in (
+                {"inputs": TEXTS, "task": task},
+                {"inputs": TEXTS, "model": f"jina:{task}"},
+            ):
+                found = one.post("/embed", body).json()
+                np.testing.assert_allclose(found, right[task], atol=1e-5)
+                found = one.post(
+                    "/embed", body | {"truncate": True, "truncation_direction": "Left"}
+                )
+                np.testing.assert_allclose(found.json(), right[task], atol=1e-5)
+        mixed = [TASKS[0], None, *["separation"] * (len(TEXTS) - 2)]
+        wanted = [right[task][row] for row, task in enumerate(mixed)]
+        found = one.post("/embed", {"inputs": TEXTS, "task": mixed}).json()
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+        answer = one.post("/v1/embeddings", {"input": TEXTS, "task": mixed}).json()
+        np.testing.assert_allclose([row["embedding"] for row in answer["data"]], wanted, atol=1e-5)
+        for body in (
+            {"inputs": "a", "task": "query"},
+            {"inputs": ["a", "b"], "task": ["query", None]},
+        ):
+            answer = one.post("/embed", body)
+            assert answer.status_code == 422 and "'retrieval.passage'" in answer.text
+        refused = one.post("/predict", {"inputs": "a", "model": "jina:separation"})
+        assert refused.status_code == 424
+        unknown = one.post("/embed", {"inputs": "a", "model": "jina:query"})
+        assert unknown.status_code == 404 and "jina:separation" in unknown.text
+    finally:
+        asyncio.run(close_models(models))

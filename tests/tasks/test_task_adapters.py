@@ -1,5 +1,7 @@
-"""Jina embeddings v3's adapters of tasks, chosen by each call, against merged models."""
+"""Adapters of a checkpoint's tasks, chosen by each call and each text, against merged models."""
 
+import asyncio
+import json
 import shutil
 import threading
 from itertools import pairwise
@@ -25,6 +27,7 @@ from tiny import one_thread  # noqa: F401  (a fixture)
 from torch import nn
 
 import bytetx
+from bytetx import AsyncModel
 from bytetx.encode.step import Capture
 from bytetx.errors import CheckpointError, OptionError
 from bytetx.tasks.embed import EmbedOptions, embed
@@ -99,17 +102,93 @@ def test_chunks_and_spans_of_a_task(folders, references) -> None:
     assert np.abs(own - other).max() > 1e-2
 
 
-def test_tasks_share_the_word_table_and_are_made_once(folders) -> None:
-    model = bytetx.load(folders[0])
-    tasks = model.checkpoint.tasks
-    assert tasks.names == tuple(TASKS)
-    assert not tasks._made
-    model.embed(INPUTS, task="separation")
-    first = tasks.transformer("separation")
-    model.embed(INPUTS, task="separation")
-    assert tasks.transformer("separation") is first
-    assert list(tasks._made) == ["separation"]
-    assert first.embeddings.word is model.transformer.embeddings.word
+@pytest.mark.feature("Tasks", "A task for each text, all in one step")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_text_has_its_own_task(dtype: str, folders, references) -> None:
+    model = bytetx.load(folders[0], dtype=dtype)
+    tasks = [([*TASKS, None] * 2)[number] for number in range(len(INPUTS))]
+    found = model.embed(INPUTS, task=tasks)
+    for row, (vector, task) in enumerate(zip(found.vectors, tasks, strict=True)):
+        wanted = references[task][row]
+        if dtype == "float32":
+            np.testing.assert_allclose(vector, wanted, atol=TOLERANCE)
+        assert vector @ wanted > 0.999
+        alone = model.embed([INPUTS[row]], task=task).vectors[0]
+        np.testing.assert_allclose(vector, alone, atol=1e-6 if dtype == "float32" else 2e-2)
+    chunks = model.embed_chunks(INPUTS, task=tasks).vectors
+    np.testing.assert_allclose(chunks, found.vectors, atol=1e-6)
+
+
+def test_a_text_beside_others_of_other_tasks_has_the_same_vector(folders) -> None:
+    model, text = bytetx.load(folders[0]), INPUTS[1]
+    alone = model.embed([text], task="separation").vectors[0]
+    for others in ([], ["classification"], [None, "retrieval.query"], TASKS):
+        found = model.embed([text] * (1 + len(others)), task=["separation", *others]).vectors
+        np.testing.assert_allclose(found[0], alone, atol=1e-6)
+
+
+def test_spans_of_texts_with_prompts_of_other_lengths(folders) -> None:
+    model, whole = bytetx.load(folders[0]), [text for text in INPUTS if text][:3]
+    spans = [[(0, 1), (0, len(text))] for text in whole]
+    tasks = ["retrieval.query", "separation", None]
+    mixed = model.embed_spans(whole, spans, task=tasks).vectors.reshape(3, 2, -1)
+    for row, task in enumerate(tasks):
+        alone = model.embed_spans([whole[row]], [spans[row]], task=task).vectors
+        np.testing.assert_allclose(mixed[row], alone, atol=1e-5)
+
+
+def test_tasks_are_read_when_the_model_is_loaded(folders, tmp_path) -> None:
+    folder = shutil.copytree(folders[0], tmp_path / "gone")
+    model = bytetx.load(folder)
+    wanted = bytetx.load(folders[0]).embed(INPUTS, task="separation").vectors
+    shutil.rmtree(folder)
+    np.testing.assert_array_equal(model.embed(INPUTS, task="separation").vectors, wanted)
+    assert tuple(model.checkpoint.tasks.adapters) == tuple(TASKS)
+
+
+def test_callers_of_other_tasks_share_a_step(folders, references) -> None:
+    async def run() -> None:
+        async with AsyncModel(bytetx.load(folders[0])) as model:
+            tasks = [None, *TASKS]
+            calls = [model.embed(INPUTS, task=task) for task in tasks]
+            soon = [model.embed_soon(INPUTS, task=task) for task in tasks]
+            mixed = [TASKS[0], None] * (len(INPUTS) // 2)
+            for found, task in zip(await asyncio.gather(*calls, *soon), tasks * 2, strict=True):
+                np.testing.assert_allclose(found.vectors, references[task], atol=TOLERANCE)
+            found = (await model.embed(INPUTS, task=mixed)).vectors
+            wanted = [references[task][row] for row, task in enumerate(mixed)]
+            np.testing.assert_allclose(found, wanted, atol=TOLERANCE)
+
+    asyncio.run(run())
+
+
+def test_the_default_task(folders, references, tmp_path) -> None:
+    """config.json names it, or the arguments of sentence-transformers' first module."""
+    folder = shutil.copytree(folders[0], tmp_path / "default")
+    edit_json(folder / "config.json", default_task="separation")
+    model = bytetx.load(folder)
+    np.testing.assert_allclose(
+        model.embed(INPUTS).vectors, references["separation"], atol=TOLERANCE
+    )
+    settings = {"max_seq_length": 64, "model_args": {"default_task": "retrieval.query"}}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    found = bytetx.load(folder).embed(INPUTS).vectors
+    np.testing.assert_allclose(found, references["retrieval.query"], atol=TOLERANCE)
+    settings["model_args"]["default_task"] = "summary"
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"default_task must be one of 'retrieval\.query'"):
+        bytetx.load(folder)
+
+
+def test_int8_weights_keep_the_changes_in_floats(folders, references) -> None:
+    model = bytetx.load(folders[0], dtype="int8")
+    found = model.embed(INPUTS, task=["classification"] * len(INPUTS)).vectors
+    assert (found * references["classification"]).sum(1).min() > 0.99
+
+
+def test_modes_that_take_no_adapters_say_so(folders) -> None:
+    with pytest.raises(OptionError, match="adapter for each task"):
+        bytetx.load(folders[0], batch_invariant=True)
 
 
 def test_a_module_in_the_models_folder_reads_no_settings(folders, caplog) -> None:
@@ -117,13 +196,11 @@ def test_a_module_in_the_models_folder_reads_no_settings(folders, caplog) -> Non
     assert "does not know" not in caplog.text
 
 
-def test_graphs_are_captured_for_each_task(folders) -> None:
-    model = bytetx.load(folders[0])
-    context = model.context
+def test_one_graph_serves_all_tasks(folders) -> None:
+    context = bytetx.load(folders[0]).context
     captures = [embed(context, [], EmbedOptions(task=name)).task.capture for name in (None, *TASKS)]
     assert all(isinstance(capture, Capture) for capture in captures)
-    assert len({capture.key for capture in captures}) == len(captures)
-    assert captures[1] == embed(context, [], EmbedOptions(task=TASKS[0])).task.capture
+    assert len(set(captures)) == 1
 
 
 def test_threads_with_different_tasks_get_their_own_vectors(folders, references) -> None:
@@ -154,15 +231,42 @@ def test_bf16_rounds_merged_weights_once(folders, references) -> None:
 
 def test_wrong_names_list_the_tasks(folders, tmp_path) -> None:
     model = bytetx.load(folders[0])
+    listed = r"'retrieval\.query', 'retrieval\.passage'.*, got"
     for name in ("query", "retrieval_query", "", 3):
-        with pytest.raises(OptionError, match=r"'retrieval\.query', 'retrieval\.passage'.*, got"):
+        with pytest.raises(OptionError, match=listed):
             model.embed(INPUTS, task=name)
+    with pytest.raises(OptionError, match=listed):
+        model.embed(INPUTS, task=["query"] * len(INPUTS))
+    with pytest.raises(OptionError, match="one for each of 8 inputs, got 7"):
+        model.embed(INPUTS, task=[TASKS[0]] * 7)
+    with pytest.raises(OptionError, match="task has 7 entries"):
+        model.embed(iter(INPUTS), task=[TASKS[0]] * 7)
+    with pytest.raises(OptionError, match="a list of names and None, got"):
+        model.embed(INPUTS, task=[["query"]] * len(INPUTS))
     plain = bytetx.load(save_checkpoint(tmp_path / "plain"))
     with pytest.raises(OptionError, match=r"'query' or 'document'.*no adapters.*'separation'"):
         plain.embed(INPUTS, task="separation")
     np.testing.assert_array_equal(
         plain.embed(INPUTS, task="query").vectors, plain.embed(INPUTS).vectors
     )
+    with pytest.raises(OptionError, match=r"'query' or 'document'.*no adapters.*'separation'"):
+        plain.embed(INPUTS, task=["query", "separation", *["document"] * 6])
+
+
+def test_queries_and_documents_in_one_call(tmp_path) -> None:
+    """Of a checkpoint that has prompts, and no adapters."""
+    folder = save_checkpoint(tmp_path / "plain")
+    settings = {"prompts": {"query": "find: ", "passage": "text: "}}
+    add_sentence_files(folder, transformer="sentence_transformers.models.Transformer")
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    model = bytetx.load(folder)
+    tasks = ["query", "document", None, "query", "document", None, "query", "query"]
+    found = model.embed(INPUTS, task=tasks).vectors
+    for row, task in enumerate(tasks):
+        alone = model.embed([INPUTS[row]], task=task).vectors[0]
+        np.testing.assert_allclose(found[row], alone, atol=1e-6)
+    query, document = model.embed(["a"] * 2, task=["query", "document"]).vectors
+    assert np.abs(query - document).max() > 1e-3
 
 
 def drop_factor(folder: Path) -> None:
@@ -218,13 +322,28 @@ def test_adapters_in_subfolders(tmp_path: Path) -> None:
         inputs = [PROMPTS[task] + text for text in INPUTS]
         wanted[task] = expected(adapted.merge_and_unload().eval(), base, inputs)
     model = bytetx.load(base)
-    assert model.checkpoint.tasks.names == tuple(wanted)
+    assert tuple(model.checkpoint.tasks.adapters) == tuple(wanted)
     for task, vectors in wanted.items():
         np.testing.assert_allclose(model.embed(INPUTS, task=task).vectors, vectors, atol=TOLERANCE)
     stock = transformers.JinaEmbeddingsV3Model.from_pretrained(base).eval()
     plain = expected(stock, base, INPUTS)
     np.testing.assert_allclose(model.embed(INPUTS).vectors, plain, atol=TOLERANCE)
     assert np.abs(wanted["separation"] - plain).max() > 1e-2
+    own = base / "separation"
+    with pytest.raises(OptionError, match="is a task of this checkpoint"):
+        model.add_adapter("separation", own)
+    with pytest.raises(CheckpointError, match="changes 'embeddings.word_embeddings.weight'"):
+        model.add_adapter("own", own)
+    adapted = peft.get_peft_model(
+        stock, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["k_proj"])
+    )
+    adapted.save_pretrained(tmp_path / "own")
+    model.add_adapter("own", tmp_path / "own")
+    found = model.embed(INPUTS, adapter="own", prompt="").vectors
+    wanted = expected(adapted.merge_and_unload().eval(), base, INPUTS)
+    np.testing.assert_allclose(found, wanted, atol=TOLERANCE)
+    with pytest.raises(OptionError, match="exclude each other"):
+        model.embed(INPUTS, adapter="own", task="separation")
 
 
 def test_an_adapter_alone_merges_into_stacked_weights(tmp_path: Path) -> None:
