@@ -193,7 +193,7 @@ class AsyncModel(AsyncModelTasks):
         refuses all. Stats have no num_pad_tokens, and the mean seconds of all that are done.
         """
         loop = asyncio.get_running_loop()
-        options = self.with_own(TASKS["embed"], options)
+        options = {**options, **self._own}
         has_one = all(isinstance(options.get(name), str | None) for name in _OF_EACH)
         if _CUT_OR_JOINED & options.keys() or not has_one:
             return loop.create_task(self.embed(texts, **options))

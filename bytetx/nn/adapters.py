@@ -76,12 +76,12 @@ class Adapters:
         tasks = self._checkpoint.tasks
         if tasks is None:
             return None
-        is_list = isinstance(named, list | tuple)
-        found = [tasks.resolve(task) for task in (named if is_list else [named])]
+        each = named if isinstance(named, list | tuple) else [named]
+        found = [tasks.resolve(task) for task in each]
         if any(task is not None for task in found):
             check_takes_adapters(self._checkpoint)
         adapters = [None if task is None else self._by_task[tasks.adapters[task]] for task in found]
-        return adapters if is_list else adapters[0]
+        return adapters if each is named else adapters[0]
 
     def add(self, name: str, path: str | Path) -> None:
         """Reads an adapter. Raises OptionError for a name that is taken or none, or a model that
@@ -276,12 +276,11 @@ def _word_changes(
     if not found:
         return None, changes
     lefts.append(torch.zeros(len(lefts[0]), -column % _ROW_MULTIPLE))
-    to = {"dtype": word.dtype, "device": word.device}
-    rows = torch.cat(lefts, dim=1).to(**to)
+    rows = torch.cat(lefts, dim=1).to(word)
     for name, (own, b) in found.items():
         a = torch.zeros(b.shape[1], rows.shape[1])
         a[range(b.shape[1]), [0, *own]] = 1
-        changes[name][id(rows)] = LowRankChange(a.to(**to), b.to(**to))
+        changes[name][id(rows)] = LowRankChange(a.to(word), b.to(word))
     return rows, changes
 
 

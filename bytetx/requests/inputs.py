@@ -145,7 +145,7 @@ class InputReader:
         else:
             tokens = tokenizer.encode_ids(cast("list[str]", list(given.values())))
         prompt_tokens = None
-        if self.has_prompts:
+        if self.prompt or self.prompts is not None:
             prompt_tokens = self._count_prompt_tokens(given, tokenizer)
         requests = Requests(
             np.fromiter(given, dtype=np.int64, count=len(given)),
@@ -202,7 +202,7 @@ class InputReader:
             )
             token_types = np.concatenate(list(columns))
         chunk_numbers = np.array(numbers, dtype=np.int32)
-        if self.has_prompts:  # it is in a text's first chunk
+        if self.prompt or self.prompts is not None:  # it is in a text's first chunk
             num_tokens = self._count_prompt_tokens(indices, tokenizer)
             prompt_tokens = np.where(chunk_numbers == 0, num_tokens, 0).astype(np.int32)
         requests = Requests(
@@ -243,7 +243,8 @@ class InputReader:
     def checked_texts(self, texts: Mapping[int, Text], errors: Errors) -> Mapping[int, Text]:
         """The texts for the tokenizer, by index in the caller's order; the others are errors."""
         given = cast("Sequence[str]", list(texts.values()))
-        if not self.has_prompts and set(map(type, given)) == {str} and all(map(str.isascii, given)):
+        has_prompts = bool(self.prompt) or self.prompts is not None
+        if not has_prompts and set(map(type, given)) == {str} and all(map(str.isascii, given)):
             return texts
         checked: dict[int, Text] = {}
         for index, text in texts.items():
@@ -331,11 +332,6 @@ class InputReader:
                 mask = self.tokenizer.token(mask_token_id)
                 error = InputError(f"texts[{index}] has no {mask} to fill{cut}")
                 errors.setdefault(index, error)
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether some texts may have a prompt."""
-        return bool(self.prompt) or self.prompts is not None
 
     def prompt_of(self, index: int) -> str:
         """The prompt of a text by its index. OptionError where `prompts` has none for it."""

@@ -36,7 +36,7 @@ def _num_bytes(outcome: Outcome) -> int:
 
 
 async def run(
-    exchange: Exchange, facts: ModelFacts, task: str, inputs: Any, **options: Any
+    exchange: Exchange, facts: ModelFacts, task: str, inputs: Any, /, **options: Any
 ) -> Outcome:
     """Runs a task on a model; notes its timings for headers and the record."""
     exchange.facts = facts

@@ -101,9 +101,12 @@ class TaskContext:
         has it.
         Raises OptionError for a task that is not known.
         """
+        task = options.task
+        if task is options.prompt is options.prompt_name is self.checkpoint.tasks is None:
+            reader.prompt = self._default_prompt
+            return
         if options.prompt is not None:
             check_text("prompt", options.prompt)
-        task = options.task
         if isinstance(task, list | tuple):
             known = {one: self.prompt(options, one) for one in dict.fromkeys(map(_checked, task))}
             reader.prompts = [known[one] for one in task]

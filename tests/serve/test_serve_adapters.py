@@ -245,17 +245,18 @@ def test_tasks_of_a_checkpoint(tmp_path: Path) -> None:
     folder = save_with_adapters(tmp_path / "jina", base)
     settings = ServeSettings(model_sources([f"jina={folder}"]), device="cpu")
     models = load_models(read_settings(settings_line(settings)))
+    texts = ["a", "fox", "the fox"]
     one = InProcess(settings, models)
     try:
         listed = one.get("/v1/models").json()["data"]
         assert [entry["id"] for entry in listed] == ["jina", *(f"jina:{task}" for task in TASKS)]
         assert {entry.get("parent") for entry in listed[1:]} == {"jina"}
         model = one.model("jina")
-        right = {task: model.embed(TEXTS, task=task).vectors for task in (None, *TASKS)}
+        right = {task: model.embed(texts, task=task).vectors for task in (None, *TASKS)}
         for task in TASKS:
             for body in (
-                {"inputs": TEXTS, "task": task},
-                {"inputs": TEXTS, "model": f"jina:{task}"},
+                {"inputs": texts, "task": task},
+                {"inputs": texts, "model": f"jina:{task}"},
             ):
                 found = one.post("/embed", body).json()
                 np.testing.assert_allclose(found, right[task], atol=1e-5)
@@ -263,11 +264,11 @@ def test_tasks_of_a_checkpoint(tmp_path: Path) -> None:
                     "/embed", body | {"truncate": True, "truncation_direction": "Left"}
                 )
                 np.testing.assert_allclose(found.json(), right[task], atol=1e-5)
-        mixed = [TASKS[0], None, *["separation"] * (len(TEXTS) - 2)]
+        mixed = [TASKS[0], None, *["separation"] * (len(texts) - 2)]
         wanted = [right[task][row] for row, task in enumerate(mixed)]
-        found = one.post("/embed", {"inputs": TEXTS, "task": mixed}).json()
+        found = one.post("/embed", {"inputs": texts, "task": mixed}).json()
         np.testing.assert_allclose(found, wanted, atol=1e-5)
-        answer = one.post("/v1/embeddings", {"input": TEXTS, "task": mixed}).json()
+        answer = one.post("/v1/embeddings", {"input": texts, "task": mixed}).json()
         np.testing.assert_allclose([row["embedding"] for row in answer["data"]], wanted, atol=1e-5)
         for body in (
             {"inputs": "a", "task": "query"},

@@ -23,6 +23,7 @@ from tiny import one_thread, random_ids, save, tiny_model  # noqa: F401  (one_th
 from tiny_decoders import tiny_decoder
 
 import bytetx
+from bytetx.checkpoint.task_adapters import TaskAdapters
 from bytetx.errors import CheckpointError, OptionError
 from bytetx.model import Model
 from bytetx.nn.adapters import Adapters
@@ -552,9 +553,10 @@ def test_models_that_take_no_adapters(bert: Model, tmp_path: Path) -> None:
     shared = replace(bert.checkpoint, executor=SimpleNamespace(has_workers=True))
     with pytest.raises(OptionError, match="not for a model that several processes share"):
         Adapters(shared).add("x", folder)
-    tasks = replace(bert.checkpoint, tasks=SimpleNamespace())
-    with pytest.raises(OptionError, match="which `task` chooses"):
-        Adapters(tasks).add("x", folder)
+    shared = replace(shared, tasks=TaskAdapters({"x": {}}, {"x": "x"}))
+    with pytest.raises(OptionError, match="not for a model that several processes share"):
+        Adapters(shared).of_tasks("x")
+    assert Adapters(shared).of_tasks(None) is None
     with pytest.raises(OptionError, match="not for a model in fp8"):
         Adapters(replace(bert.checkpoint, quantization="fp8")).add("x", folder)
 
