@@ -33,6 +33,7 @@ _SECTIONS = {
             "activation",
             "gated_activation",
             "embedding_size",
+            "output_size",
             "num_token_types",
             "num_kv_heads",
             "head_dim",
@@ -171,7 +172,6 @@ _PAIRS = (
     (("layer", "q_bias"), ("layer", "v_bias")),
     (("layer", "pos_k"), ("layer", "pos_q")),
     (("layer", "pos_k"), ("embeddings", "relative")),
-    (("embeddings", "project_in"), ("final", "project_out")),
 )
 
 
@@ -416,6 +416,12 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
             f"{where} [config] embedding_size and [embeddings] {project} go together; "
             "one of them is missing"
         )
+    into, behind = "project_in" in embeddings, "project_out" in table.get("final", {})
+    if behind != (into or "output_size" in table["config"]):
+        raise CheckpointError(
+            f"{where} [embeddings] project_in and [final] project_out go together, or [config] "
+            "output_size and project_out; one of them is missing"
+        )
     if (placement != "post") != ("final" in table):
         raise CheckpointError(
             f"{where} [final] goes with norm_placement pre, output or parallel; one of them is "
@@ -436,10 +442,8 @@ def _norm_kind(table: dict[str, Any]) -> NormKind:
 
 def _check_choices(where: str, table: dict[str, Any]) -> None:
     """Checks that choices are there only where something reads them."""
-    architecture, config = table["architecture"], table["config"]
-    is_causal = architecture.get("causal", False)
+    config = table["config"]
     needed = [
-        ("architecture", "scales_words", False, not is_causal),
         ("architecture", "norm_offset", False, not _norm_kind(table).has_offset),
         ("architecture", "global_layer", False, "global_attention_period" not in config),
         ("architecture", "scaled_layers", False, "windowed_rotary_theta" not in config),

@@ -12,6 +12,8 @@ from bytetx.checkpoint.config import Values, positive_number
 from bytetx.checkpoint.layer_spec import (
     ConvolutionSpec,
     DisentangledSpec,
+    HeadSizes,
+    LayerInputSpec,
     QueryGrowth,
     read_alibi,
 )
@@ -117,6 +119,72 @@ def _convolution(values: Values) -> ConvolutionSpec | None:
         )
     activation = values.activation("conv_act")
     return ConvolutionSpec(size, activation, "encoder.conv.conv", "encoder.conv.LayerNorm")
+
+
+def embedding_gemma2(values: Values, spec: ModelSpec) -> ModelSpec:
+    """A window is as wide on either side; the last layer has none. Layers without one have heads
+    of their own, values are normed, and each layer adds of the embedded tokens."""
+    layers, last = spec.layer_spec, spec.num_layers - 1
+    windowed = tuple(layers.window_of(i) > 0 and i < last for i in range(spec.num_layers))
+    return _layers(
+        spec,
+        window=layers.window and layers.window + 1,
+        window_pattern=windowed,
+        full_heads=(full := _full_heads(values, spec, windowed)),
+        rotary=read_rotary(values, full.head_dim),
+        norms_values=True,
+        layer_input=LayerInputSpec(
+            size=values.common_size("hidden_size_per_layer_input"),
+            project="ple.per_layer_model_projection",
+            project_norm="ple.per_layer_projection_norm",
+            gate="layers.{i}.ple_block.per_layer_input_gate",
+            out="layers.{i}.ple_block.per_layer_projection",
+            out_norm="layers.{i}.ple_block.post_per_layer_input_norm",
+            scale="layers.{i}.layer_scalar",
+        ),
+    )
+
+
+def _full_heads(values: Values, spec: ModelSpec, windowed: tuple[bool, ...]) -> HeadSizes:
+    """The heads of layers without a window, of which config.json has a table for each."""
+    given, sizes = values.read("per_layer_config"), set()
+    if given is None:
+        full = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+        given = {
+            i: {key: values.common_size(name) for key, name in full.items()}
+            for i, has_window in enumerate(windowed)
+            if not has_window
+        }
+    is_table = isinstance(given, Mapping) and all(str(i).isdecimal() for i in given)
+    tables = {int(i): table for i, table in given.items()} if is_table else {}  # from "05" on
+    own = {"head_dim": spec.head_dim, "num_key_value_heads": spec.num_kv_heads}
+    for i, has_window in enumerate(windowed):
+        table = tables.get(i, {})
+        found = {**own, **table} if isinstance(table, Mapping) else {}
+        if found.keys() != own.keys() or not all(type(n) is int and n > 0 for n in found.values()):
+            raise CheckpointError(
+                f"config.json: per_layer_config must give layer {i} head_dim and "
+                f"num_key_value_heads alone, got {table!r:.120}"
+            )
+        if not has_window:
+            sizes.add(HeadSizes(found["num_key_value_heads"], found["head_dim"]))
+        elif found != own:
+            raise CheckpointError(
+                f"config.json: per_layer_config gives layer {i} other heads than the other layers "
+                "with a window have, which is not supported"
+            )
+    if len(sizes) > 1 or not is_table:
+        raise CheckpointError(
+            "config.json: per_layer_config must give all layers without a window the same heads, "
+            f"got {str(given)[:200]}"
+        )
+    full_heads = next(iter(sizes))  # the last layer has no window
+    if spec.num_heads % full_heads.num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {spec.num_heads} is no multiple of the "
+            f"{full_heads.num_kv_heads} key heads that per_layer_config gives"
+        )
+    return full_heads
 
 
 def falcon(values: Values, spec: ModelSpec) -> ModelSpec:
@@ -310,6 +378,7 @@ Hook = Callable[[Values, ModelSpec], ModelSpec]
 _HOOKS: tuple[Hook, ...] = (
     albert,
     deberta,
+    embedding_gemma2,
     falcon,
     gemma,
     gemma2,

@@ -82,6 +82,38 @@ class QueryGrowth:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """Heads of keys and values, and the features of each head."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputSpec:
+    """A part of the embedded tokens that ends each layer: see nn.between.LayerInput.
+
+    size: features of a token that a layer has of its own.  project, project_norm: tensor-name
+    stems, the first one's rows those of the first layer, then of the second.  gate, out, out_norm:
+    stems, and scale a whole name, with {i} for the layer.
+    """
+
+    size: int
+    project: str
+    project_norm: str
+    gate: str
+    out: str
+    out_norm: str
+    scale: str
+
+    def names(self, layer: int) -> tuple[str, ...]:
+        """The tensors that this layer has of its own."""
+        stems = (self.gate, self.out, self.out_norm)
+        names = (*(f"{stem}.weight" for stem in stems), self.scale)
+        return tuple(name.replace("{i}", str(layer)) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Choices of a model's layers, beyond the sizes of ModelSpec.
 
@@ -102,6 +134,9 @@ class LayerSpec:
     norm_offset: what is added to the weights of RMS norms.
     alibi: None where scores do not fall with the distance of two tokens.
     query_growth: None where queries do not grow with their position.
+    full_heads: of layers without a window, where these have other heads than ModelSpec says.
+    norms_values: whether each head of values has an RMS norm without a weight.
+    layer_input: None where layers do not add of the embedded tokens.
     """
 
     causal: bool
@@ -128,6 +163,9 @@ class LayerSpec:
     norm_offset: float = 0.0
     alibi: AlibiSpec | None = None
     query_growth: QueryGrowth | None = None
+    full_heads: HeadSizes | None = None
+    norms_values: bool = False
+    layer_input: LayerInputSpec | None = None
 
     def chooses_only(self, known: Collection[str]) -> bool:
         """Whether every choice that may be left out is left out, but those of these names.
@@ -141,6 +179,11 @@ class LayerSpec:
     def norms_projections(self) -> bool:
         """Whether q_norm and k_norm are of all heads together, and not of each head."""
         return self.qk_norm == "projection"
+
+    @property
+    def can_share(self) -> bool:
+        """Whether ranks can have parts of the layers."""
+        return self.full_heads is None and self.layer_input is None
 
     @property
     def can_divide_hidden(self) -> bool:

@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bytetx.checkpoint.layer_spec import FFN_LINEARS, ExpertSpec, LayerSpec, is_gated
+from bytetx.checkpoint.layer_spec import (
+    FFN_LINEARS,
+    ExpertSpec,
+    HeadSizes,
+    LayerSpec,
+    is_gated,
+)
 from bytetx.checkpoint.quantization import Quantization
 
 
@@ -57,6 +63,7 @@ class ModelSpec:
         to their dtype, when they are looked up.
     experts: of layers whose feed-forward is a mixture of experts; None where no layer's is.
     is_bidirectional: a causal family's checkpoint whose tokens see their whole sequence.
+    projected_size: features that `project_out` leads to, 0 where that is embedding_size.
     quantization: of the weights in the files; None where they are plain.
     family_table: what the family's TOML file holds.
     num_layers: 0 where the model is a table of token vectors.
@@ -102,6 +109,7 @@ class ModelSpec:
     scales_words: bool = False
     experts: ExpertSpec | None = None
     is_bidirectional: bool = False
+    projected_size: int = 0
     quantization: Quantization | None = None
     family_table: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -155,8 +163,22 @@ class ModelSpec:
     @property
     def output_size(self) -> int:
         """Features of the last layer's rows; OPT-350m projects them to embedding_size."""
+        if self.projected_size:
+            return self.projected_size
         is_projected = "project_out" in self.layer_spec.final
         return self.embedding_size if is_projected else self.hidden_size
+
+    def head_sizes(self, window: int) -> HeadSizes:
+        """The heads of layers with this window; 0: without one."""
+        full = self.layer_spec.full_heads
+        own = HeadSizes(self.num_kv_heads, self.head_dim)
+        return own if window or full is None else full
+
+    @property
+    def head_dims(self) -> frozenset[int]:
+        """Features of a head, in any of the layers."""
+        windows = map(self.layer_spec.window_of, range(self.num_layers))
+        return frozenset(self.head_sizes(window).head_dim for window in windows)
 
     @property
     def is_causal(self) -> bool:
@@ -187,8 +209,9 @@ class ModelSpec:
         batch) comes on top.
         """
         hidden, inner = self.hidden_size, self.intermediate_size
-        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        attended = self.num_heads * self.head_dim
+        sizes = [self.head_sizes(window) for window in (0, 1)]
+        qkv = max((self.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in sizes)
+        attended = self.num_heads * max(own.head_dim for own in sizes)
         match self.layer_spec.norm_placement:
             case "post":
                 before, half, behind = hidden, 0, 2 * hidden
@@ -208,4 +231,7 @@ class ModelSpec:
             # the tokens' order; the sum of a token's is in f32.
             width = 3 * hidden + (4 if self.experts.is_gated else 1) * self.experts.size
             row = max(row, before + half + self.experts.top_k * width + hidden * 4 // itemsize)
+        if (own := self.layer_spec.layer_input) is not None:
+            # The embedded tokens, all the time; what is added of them, beside the sum.
+            row = hidden + max(row, 3 * hidden + 2 * own.size)
         return total_tokens * (itemsize * row + 5 * 4)

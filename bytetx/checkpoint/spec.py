@@ -128,6 +128,7 @@ def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "hidden_size": hidden_size,
         "embedding_size": values.embedding_size(hidden_size),
+        "projected_size": values.size("output_size", default=0),
         "num_layers": values.size("num_layers"),
         "num_heads": num_heads,
         "num_kv_heads": values.num_kv_heads(num_heads),

@@ -54,6 +54,7 @@ OUTPUTS = {
     "ModernBertModel": "BaseModelOutput",
     "EuroBertModel": "BaseModelOutput",
     "UltrabertModel": "BaseModelOutput",
+    "EmbeddingGemma2TextModel": "BaseModelOutput",
     "NomicBertModel": "BaseModelOutputWithPooling",
     "GteModel": "BaseModelOutputWithPooling",
     "JinaEmbeddingsV3Model": "BaseModelOutputWithPooling",

@@ -18,7 +18,7 @@ from bytetx.checkpoint.spec import ModelSpec, build_module_spec
 from bytetx.errors import CheckpointError
 from bytetx.hf.pooler import POOLER
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
-from bytetx.nn.layer_weights import copied_tensor_names
+from bytetx.nn.layer_weights import copied_tensor_names, tensor_names
 from bytetx.nn.rotary import frequencies_of, rotary_tables
 from bytetx.nn.tensors import fuse_rows
 from bytetx.nn.transformer import Transformer
@@ -183,13 +183,20 @@ def _share(base: "PreTrainedModel", spec: ModelSpec) -> Transformer:
         _fuse([parameters[name] for name in names if name in parameters])
         for key in group:
             hook_state_dict(base.get_submodule(layer[key]))
-    tensors = {name: _plain(parameter) for name, parameter in parameters.items()}
+    weights = parameters | _buffers_of(base, spec)
+    tensors = {name: _plain(weight) for name, weight in weights.items()}
     first = tensors[spec.embeddings["word"]]
     transformer = Transformer.from_tensors(
         spec, tensors, dtype=first.dtype, device=first.device, prepack=False, shares=True
     )
     _take_frequencies(base, transformer)
     return transformer
+
+
+def _buffers_of(base: nn.Module, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """The weights that the class holds as buffers."""
+    named = set(tensor_names(spec))
+    return {name: buffer for name, buffer in base.named_buffers() if name in named}
 
 
 def _take_frequencies(base: nn.Module, transformer: Transformer) -> None:
@@ -313,7 +320,9 @@ def _reason_against(
     if len(kinds) != 1:
         return f"parameters differ in dtype or device: {sorted(kinds)}; convert the whole model"
     changed = _changed_module(base, spec)
-    return changed or difference_from_stock(base, is_causal=_may_cache(spec))
+    return changed or difference_from_stock(
+        base, is_causal=_may_cache(spec), weights=_buffers_of(base, spec)
+    )
 
 
 def _is_dense(t: torch.Tensor, spec: ModelSpec) -> bool:

@@ -1,7 +1,7 @@
 """Compares what a stock forward reads besides parameters with the model's config."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from operator import is_
 from typing import Any, Protocol, TypeGuard
@@ -125,10 +125,12 @@ class ReadValues:
         return True
 
 
-def difference_from_stock(base: PreTrainedModel, *, is_causal: bool) -> str | None:
+def difference_from_stock(
+    base: PreTrainedModel, *, is_causal: bool, weights: Container[str] = ()
+) -> str | None:
     """Name what the forward of a module below `base` reads that is not as the config says, or None.
 
-    Parameters are not compared, nor is the pooler, which runs as it is.
+    Parameters are not compared, nor is the pooler, which runs as it is, nor buffers of these names.
     """
     try:
         stock = build_stock(base)
@@ -139,6 +141,7 @@ def difference_from_stock(base: PreTrainedModel, *, is_causal: bool) -> str | No
         if name.split(".")[0] in POOLER or name not in have:  # layers may be dropped
             continue
         found = _difference(have[name], twin, base=base, is_causal=is_causal)
+        found = found or _different_buffer(have[name], twin, name, weights)
         if found is not None:
             return f"{name or type(base).__name__}{found}; undo the change to run on bytetx"
     return None
@@ -204,10 +207,19 @@ def _difference(
             return f"'s {name} is {have!r:.60}, the config says {want!r:.60}"
     if _grows(module) and not starts_as(module, module.original_inv_freq):
         return "'s inv_freq was replaced"
+    return None
+
+
+def _different_buffer(
+    module: nn.Module, twin: nn.Module, prefix: str, weights: Container[str]
+) -> str | None:
+    """weights: names of buffers, under the base model, that may hold anything."""
     for name, expected in _read_buffers(twin):
         if name.endswith("inv_freq") and not _grows(twin):  # the plan uses the buffer's values
             continue
         buffer = module._buffers.get(name)
+        if buffer is not None and f"{prefix}.{name}" in weights:
+            continue
         if buffer is None or buffer.shape != expected.shape or not _is_equal(buffer, expected):
             return f"'s {name} has other values than the config says"
     return None

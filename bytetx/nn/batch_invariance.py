@@ -120,10 +120,8 @@ def _gpu_obstacle(
     if spec.layer_spec.disentangled is not None:
         if not has_disentangled_kernel(device) or spec.head_dim > 128 or spec.head_dim % 8:
             return f"disentangled heads of {spec.head_dim} features on a GPU; use the CPU"
-    elif spec.num_layers and not is_planned(dtype, spec.head_dim, device):
-        return (
-            f"heads of {spec.head_dim} features on a GPU (a multiple of 8 up to 256); use the CPU"
-        )
+    elif unplanned := [dim for dim in spec.head_dims if not is_planned(dtype, dim, device)]:
+        return f"heads of {unplanned[0]} features on a GPU (a multiple of 8 up to 256); use the CPU"
     return None
 
 

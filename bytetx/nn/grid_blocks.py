@@ -18,6 +18,11 @@ from bytetx.parallel.tp import TpGroup
 
 def check_grid(spec: ModelSpec, grid: Grid) -> None:
     """Raises InputError where a model cannot be divided so."""
+    if grid.x * grid.y * grid.z > 1 and not spec.layer_spec.can_share:
+        raise InputError(
+            f"x, y and z do not divide layers whose heads differ or that read the embedded tokens, "
+            f"which {spec.family} has; use data"
+        )
     shard_model(spec, rank=0, size=grid.y)
     has_experts = spec.experts is not None
     if grid.z > 1 and has_experts:

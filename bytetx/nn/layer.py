@@ -29,6 +29,7 @@ class LayerWeights:
     feed_forward: "FeedForward"
     q_norm: RowNorm | None = None
     k_norm: RowNorm | None = None
+    v_norm: RowNorm | None = None
     # The norm of the attention's output, before the residual is added.
     attn_out_norm: RowNorm | None = None
     # Position projections of disentangled attention, [num_buckets, num_heads, head_dim] each.

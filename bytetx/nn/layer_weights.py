@@ -10,11 +10,13 @@ from bytetx.checkpoint.layer_spec import (
     EXPERT_TENSORS,
     LINEARS,
     ExpertSpec,
+    HeadSizes,
 )
 from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.alibi import model_slopes
+from bytetx.nn.between import load_between
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import load_convolution
 from bytetx.nn.layer import DenseFeedForward, ExpertFeedForward, FeedForward, LayerWeights
@@ -27,7 +29,7 @@ from bytetx.ops.coded_rows import GROUP
 from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import prepack_linear
-from bytetx.ops.norm import RowNorm
+from bytetx.ops.norm import RmsNorm, RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import ModelShard, features
 
@@ -74,6 +76,7 @@ def load_layers(
         alibi_slopes=_alibi_slopes(spec, load, blocks),
         buckets=load_buckets(spec, load.device),
         convolution=load_convolution(spec, load),
+        between=load_between(spec, load),
         is_interleaved=load.shares and layer_spec.qkv == "interleaved",
         batch_invariant=load.batch_invariant,
     )
@@ -103,7 +106,12 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
     if layers.convolution is not None:
         stems = (layers.convolution.linear, layers.convolution.norm)
         yield from (f"{stem}.{part}" for stem in stems for part in ("weight", "bias"))
+    own = layers.layer_input
+    if own is not None:
+        yield from (f"{stem}.weight" for stem in (own.project, own.project_norm))
     for i in range(spec.num_layers):
+        if own is not None:
+            yield from own.names(i)
         for key, name in spec.layer_names(i).items():
             if key == "attn_norm" and i == 0 and not layers.has_first_norm:
                 continue
@@ -198,7 +206,8 @@ class _LayerReader:
     def _takes_codes(self) -> bool:
         """Whether matrices may be read as rows of codes in whole groups, on a CPU."""
         spec = self.spec
-        widths = (spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size)
+        attended = [spec.num_heads * head_dim for head_dim in spec.head_dims]
+        widths = (spec.hidden_size, *attended, spec.intermediate_size)
         is_cpu = torch.device(self.load.device).type == "cpu"
         return is_cpu and self._takes_rows() and all(width % GROUP == 0 for width in widths)
 
@@ -249,16 +258,21 @@ class _LayerReader:
         if i == 0 and not self.layer_spec.has_first_norm:
             del names["attn_norm"]
         norms = {key: self.norm(names[key], spec.hidden_size) for key in _NORMS if key in names}
-        parts = self._qkv_parts(names)
+        own = spec.head_sizes(self.layer_spec.window_of(i))
+        parts = self._qkv_parts(names, own)
         qkv = self._qkv(names, parts)
         pos_k, pos_q = self._relative(names, parts)
-        attn_out, feed_forward = self._halves(names, spec.experts_of(i), norms.get("ffn_out_norm"))
+        attended = spec.num_heads * own.head_dim
+        attn_out, feed_forward = self._halves(
+            names, spec.experts_of(i), norms.get("ffn_out_norm"), attended
+        )
         return LayerWeights(
             attn_norm=norms.get("attn_norm"),
             attn_out_norm=norms.get("attn_out_norm"),
             qkv=qkv,
-            q_norm=self._head_norm(names, "q_norm", spec.num_heads, self.heads),
-            k_norm=self._head_norm(names, "k_norm", spec.num_kv_heads, self.kv_heads),
+            q_norm=self._head_norm(names, "q_norm", spec.num_heads, own.head_dim, self.heads),
+            k_norm=self._head_norm(names, "k_norm", own.num_kv_heads, own.head_dim, self.kv_heads),
+            v_norm=self._value_norm(own.head_dim) if self.layer_spec.norms_values else None,
             attn_out=attn_out,
             ffn_norm=norms.get("ffn_norm"),
             feed_forward=feed_forward,
@@ -278,7 +292,7 @@ class _LayerReader:
         )
 
     def _head_norm(
-        self, names: dict[str, str], key: str, num_heads: int, local: range | None
+        self, names: dict[str, str], key: str, num_heads: int, head_dim: int, local: range | None
     ) -> RowNorm | None:
         """The norm of each head, or of all heads together; None where the family has none.
 
@@ -286,19 +300,24 @@ class _LayerReader:
         """
         if key not in names:
             return None
-        part, size = None, self.spec.head_dim
+        part, size = None, head_dim
         if self.layer_spec.qk_norm == "projection":
             size *= num_heads
             part = None if local is None else Part(0, (local,))
         offset, eps = self.layer_spec.norm_offset, self.spec.norm_eps
         return self.load.norm(names[key], size, eps=eps, kind="rms_norm", offset=offset, part=part)
 
-    def _qkv_parts(self, names: dict[str, str]) -> list[_Tensors]:
+    def _value_norm(self, head_dim: int) -> RowNorm:
+        """The norm of each head of values, whose weights are ones."""
+        ones = torch.ones(head_dim, dtype=self.load.dtype, device=self.load.device)
+        return RmsNorm(ones, None, self.spec.norm_eps)
+
+    def _qkv_parts(self, names: dict[str, str], own: HeadSizes) -> list[_Tensors]:
         """(weight, bias) of q, k and v; empty where one weight holds all three."""
         spec = self.spec
         if self.layer_spec.qkv != "separate":
             return []
-        q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q_rows, kv_rows = spec.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
         kinds = (
             ("q", q_rows, self.heads),
             ("k", kv_rows, self.kv_heads),
@@ -460,28 +479,33 @@ class _LayerReader:
         return first, tuple(self.load.linear_from(one, None) for one in down), (gate_up, down)
 
     def _halves(
-        self, names: dict[str, str], experts: ExpertSpec | None, out_norm: RowNorm | None
+        self,
+        names: dict[str, str],
+        experts: ExpertSpec | None,
+        out_norm: RowNorm | None,
+        attended: int,
     ) -> tuple[Weight, FeedForward]:
-        """The last linear layer of the attention, and the feed-forward half."""
+        """The last linear layer of the attention, and the feed-forward half.
+
+        attended: features of all query heads.
+        """
         activation = self.spec.activation
         if experts is not None:
             mixture = self._experts(names, experts)
-            return self._attn_out(names), ExpertFeedForward(mixture, activation, out_norm)
-        attn_out, out = self._out_linears(names)
+            return self._attn_out(names, attended), ExpertFeedForward(mixture, activation, out_norm)
+        attn_out, out = self._out_linears(names, attended)
         return attn_out, DenseFeedForward(self._ffn_in(names), out, activation, out_norm)
 
-    def _attn_out(self, names: dict[str, str]) -> Weight:
-        spec = self.spec
-        attended = spec.num_heads * spec.head_dim
+    def _attn_out(self, names: dict[str, str], attended: int) -> Weight:
         weight, bias = self._tensors(
-            names, "attn_out", spec.hidden_size, attended, inputs=_ranges(self.heads)
+            names, "attn_out", self.spec.hidden_size, attended, inputs=_ranges(self.heads)
         )
         return self.load.out_linear_from(weight, bias, is_sharded=self.shard is not None)
 
-    def _out_linears(self, names: dict[str, str]) -> tuple[Weight, Weight]:
+    def _out_linears(self, names: dict[str, str], attended: int) -> tuple[Weight, Weight]:
         """(the attention's, the feed-forward's); sharded parallel layers have one bias for both."""
         spec, is_sharded = self.spec, self.shard is not None
-        attended, inner = spec.num_heads * spec.head_dim, spec.intermediate_size
+        inner = spec.intermediate_size
         of_heads = self._tensors(
             names, "attn_out", spec.hidden_size, attended, inputs=_ranges(self.heads)
         )

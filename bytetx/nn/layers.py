@@ -7,9 +7,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from bytetx.checkpoint.layer_spec import QueryGrowth
+from bytetx.checkpoint.layer_spec import HeadSizes, QueryGrowth
 from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.between import Between
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import Convolution, neighbors
 from bytetx.nn.kv_cache import KvCache, LayerCache
@@ -93,6 +94,7 @@ class Layers:
         alibi_slopes: torch.Tensor | None = None,
         buckets: torch.Tensor | None = None,
         convolution: Convolution | None = None,
+        between: Sequence[Between | None] = (),
         is_interleaved: bool = False,
         batch_invariant: bool = False,
     ):
@@ -100,6 +102,7 @@ class Layers:
         spec.layer_spec names.  relative_bias: f32 [num_heads, 2 * max_positions - 1], see
         varlen_attention.  alibi_slopes: f32 [num_heads], the same bias of causal layers over keys
         in pages.  buckets: of disentangled attention, int32 [2 * max_positions - 1].
+        between: what follows each layer; empty: nothing but the norms.
         is_interleaved: qkv has rows of one key head's q, k and v after another.
         batch_invariant: attention takes one kernel for all batches; the weights say it of theirs.
         """
@@ -109,6 +112,8 @@ class Layers:
         self.relative_bias, self.alibi_slopes = relative_bias, alibi_slopes
         self.is_interleaved = is_interleaved
         self.buckets, self.convolution = buckets, convolution
+        self.between = list(between) or [None] * len(self.weights)
+        self._reads_embedded = convolution is not None or any(self.between)
         self.batch_invariant = batch_invariant
         self._norms_projections = spec.layer_spec.norms_projections
         self._few_passes = 0
@@ -116,6 +121,7 @@ class Layers:
         self._scales = [layer_spec.softmax_scale_of(i) for i in indices]
         self._windows = [layer_spec.window_of(i) for i in indices]
         self.windows = set(self._windows)  # 0 where a layer has none
+        self._heads = {window: self._head_sizes(window) for window in self.windows}
         self._rotations = [layer_spec.rotary_of(i) for i in indices]
         rotates = [rotation is not None for rotation in self._rotations]
         norms_heads = [layer.q_norm is not None for layer in self.weights]
@@ -127,6 +133,12 @@ class Layers:
         self._last_norms = [layer.ffn_norm for layer in self.weights]
         if layer_spec.norm_placement != "post":
             self._last_norms = [*(layer.attn_norm for layer in self.weights[1:]), final_norm]
+
+    def _head_sizes(self, window: int) -> HeadSizes:
+        """This rank's heads of layers with a window; 0: without one."""
+        own = self.spec.head_sizes(window)
+        is_local = self.layer_spec.can_share
+        return HeadSizes(self.blocks.num_kv_heads, own.head_dim) if is_local else own
 
     @property
     def is_capturable(self) -> bool:
@@ -216,7 +228,7 @@ class Layers:
         first_norm = None if placement == "post" else self.weights[0].attn_norm
         h = x if first_norm is None else rows.norm(x, first_norm)
         convolution = self.convolution
-        embedded = x if convolution is not None else None
+        embedded = x if self._reads_embedded else None
         partial = None
         for i, layer in enumerate(self.weights):
             is_last = i + 1 == len(self.weights)
@@ -229,12 +241,16 @@ class Layers:
             else:
                 h, x = self._attention_half(h, x, i, step)
             # A call of its own, so that the attention's activations are freed before it.
-            h, x = layer.feed_forward.run(h, x, self._last_norms[i], step, partial=partial)
+            between, norm = self.between[i], self._last_norms[i]
+            sum_norm = norm if between is None else None
+            h, x = layer.feed_forward.run(h, x, sum_norm, step, partial=partial)
             partial = None  # the next layer runs without its memory
-            if embedded is not None and convolution is not None:  # DeBERTa's are post-norm
+            if between is not None and embedded is not None:
+                h, x = between.run(x, embedded, norm)
+            if convolution is not None and embedded is not None:  # DeBERTa's are post-norm
                 around = neighbors(rows.gather(embedded), batch.cu_seqlens, convolution.size)
                 h = x = convolution.forward(rows.local(around), x)
-                embedded = None
+                embedded = convolution = None
             if on_layer:
                 on_layer(rows.gather(h) if is_last else self._sums(rows.gather(x)))
         if gather is not None:
@@ -307,8 +323,9 @@ class Layers:
     def _choose_attention(
         self, batch: PackedBatch, dtype: torch.dtype, window: int, cache: KvCache | None
     ) -> tuple[Callable[..., torch.Tensor], AttentionPlan | PagedPlan | None]:
-        device, blocks, head_dim = batch.device, self.blocks, self.spec.head_dim
-        heads = (blocks.num_heads, blocks.num_kv_heads, head_dim)
+        device, own = batch.device, self._heads[window]
+        head_dim = own.head_dim
+        heads = (self.blocks.num_heads, own.num_kv_heads, head_dim)
         is_aligned = head_dim * dtype.itemsize % 16 == 0
         has_scale = min(self._scales, default=1.0) > 0
         has_work = batch.total_tokens > 0 and batch.cu_seqlens.shape[0] > 1
@@ -344,7 +361,7 @@ class Layers:
             return plan_attention(
                 batch.cu_seqlens,
                 total_tokens=batch.total_tokens,
-                head_dim=self.spec.head_dim,
+                head_dim=self._heads[window].head_dim,
                 causal=self.layer_spec.causal,
                 window=window,
                 has_bias=self.relative_bias is not None,
@@ -360,8 +377,8 @@ class Layers:
             max_seqlen=batch.max_seqlen,
             max_kv_seqlen=batch.past.max_kv_seqlen,
             num_heads=self.blocks.num_heads,
-            num_kv_heads=self.blocks.num_kv_heads,
-            head_dim=self.spec.head_dim,
+            num_kv_heads=self._heads[window].num_kv_heads,
+            head_dim=self._heads[window].head_dim,
             window=window,
             batch_invariant=self.batch_invariant,
         )
@@ -381,21 +398,34 @@ class Layers:
             step.pause()
         return step.rows.row_parallel_partial(attended, self.weights[i].attn_out)
 
-    def _attention(self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass) -> torch.Tensor:
-        """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
-        batch, heads = step.batch, [self.blocks.num_heads, *(self.blocks.num_kv_heads,) * 2]
+    def _project(
+        self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass, *, turns: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """A layer's q, k and v, each [total_tokens, heads, head_dim]; views of one tensor.
+
+        turns: whether q and k are rotated here.
+        """
+        own = self._heads[self._windows[i]]
         if step.pause is not None:
             step.pause()
-        turns = step.cache is None and self._turns[i]
         if turns:
             qkv = step.rows.project_heads(h, layer.qkv, self._head_rotation(i, step))
         else:
             qkv = step.rows.column_parallel(h, layer.qkv)
         if self.is_interleaved:
             qkv = self._separate(qkv)
-        q, k, v = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)  # views
+        heads = [self.blocks.num_heads, own.num_kv_heads, own.num_kv_heads]
+        q, k, v = qkv.unflatten(1, (-1, own.head_dim)).split(heads, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None and self._norms_projections:
             q, k = step.rows.norm_projections(q, k, layer.q_norm, layer.k_norm)
+        if layer.v_norm is not None:
+            v = norm_heads(v, layer.v_norm.weight, layer.v_norm.eps)
+        return q, k, v
+
+    def _attention(self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass) -> torch.Tensor:
+        """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
+        batch, turns = step.batch, step.cache is None and self._turns[i]
+        q, k, v = self._project(h, layer, i, step, turns=turns)
         attend, plan = step.attention[self._windows[i]]
         if self.buckets is not None:
             return attend(
@@ -458,10 +488,11 @@ class Layers:
         """That of a layer's q and k, which lie side by side."""
         rotation = self._rotations[i]
         assert rotation is not None  # _turns says so
+        own = self._heads[self._windows[i]]
         return HeadRotation(
             *step.rotations[rotation],
-            num_heads=self.blocks.num_heads + self.blocks.num_kv_heads,
-            head_dim=self.spec.head_dim,
+            num_heads=self.blocks.num_heads + own.num_kv_heads,
+            head_dim=own.head_dim,
             is_interleaved=rotation.is_interleaved,
         )
 

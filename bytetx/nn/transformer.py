@@ -95,7 +95,8 @@ class Transformer:
     """A model's weights and its forward pass. Calls leave no state.
 
     Where a group of ranks shares the layers, every rank calls forward.
-    project_out: hidden_size -> embedding_size, where a causal model's embedding is narrower.
+    project_out: hidden_size -> output_size, where a causal model's embedding is narrower, or
+    where all models of the family have such a layer.
     placement: runs its passes; None: this process does, all of each pass.
     """
 
@@ -186,7 +187,7 @@ class Transformer:
         if self.placement is not None and not self.placement.is_capturable:
             return False
         word, head_dim = self.embeddings.word, self.spec.head_dim
-        fits = not self.spec.num_layers or is_planned(word.dtype, head_dim, word.device)
+        fits = all(is_planned(word.dtype, dim, word.device) for dim in self.spec.head_dims)
         if self.spec.is_causal:  # its steps over pages hold prefill chunks of any length
             fits = fits and launches_by_sizes(
                 word.dtype,
@@ -342,9 +343,10 @@ def _tensor_names(spec: ModelSpec) -> Iterator[str]:
     if "norm" in names:
         parts = ("weight", "bias") if spec.layer_spec.norm_bias else ("weight",)
         yield from (f"{names['norm']}.{part}" for part in parts)
+    if _projects_out(spec):
+        yield f"{spec.layer_spec.final['project_out']}.weight"
     if is_projected and spec.is_causal:
         yield f"{names['project_in']}.weight"
-        yield f"{spec.layer_spec.final['project_out']}.weight"
     elif is_projected:
         yield from (f"{names['project']}.{part}" for part in ("weight", "bias"))
     yield from layer_tensor_names(spec)
@@ -425,10 +427,16 @@ def _project_in(spec: ModelSpec, load: TensorLoader) -> LinearWeight:
 
 
 def _project_out(spec: ModelSpec, load: TensorLoader) -> LinearWeight | None:
-    if not spec.is_causal or spec.embedding_size == spec.hidden_size:
+    if not _projects_out(spec):
         return None
-    name = f"{spec.layer_spec.final['project_out']}.weight"
-    return load.linear_from(load.tensor(name, (spec.embedding_size, spec.hidden_size)), None)
+    stem, shape = spec.layer_spec.final["project_out"], (spec.output_size, spec.hidden_size)
+    return load.linear_from(load.tensor(f"{stem}.weight", shape), None)
+
+
+def _projects_out(spec: ModelSpec) -> bool:
+    """OPT does not where its embedding is as wide as its layers."""
+    is_named = "project_out" in spec.layer_spec.final
+    return is_named and (spec.projected_size > 0 or spec.is_projected)
 
 
 def _relative_bias(

@@ -128,6 +128,11 @@ def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
             "shape of a dense model of its active parameters"
         )
     layers = spec.layer_spec
+    if not layers.can_share:
+        raise OptionError(
+            f"the planner costs layers that ranks can share, and those of {name or spec.family} "
+            "have heads that differ or read the embedded tokens"
+        )
     return ModelShape(
         name=name or spec.family,
         num_layers=spec.num_layers,
