@@ -229,12 +229,17 @@ def transformer_file(folder: Path) -> Path | None:
 
 
 def read_transformer(
-    folder: Path, *, tasks: Collection[str], is_multi_vector: bool = False
+    folder: Path,
+    *,
+    tasks: Collection[str],
+    is_multi_vector: bool = False,
+    reads_logits: bool = False,
 ) -> TransformerSettings:
     """The settings of the Transformer module in a folder.
 
     tasks: those of _TASKS that the modules behind it can have; the first one is what a file means
     that names none.  is_multi_vector: its settings of lengths are read elsewhere.
+    reads_logits: what follows reads the logits of all tokens, of whichever task.
     Raises CheckpointError for a setting that bytetx would give other results with.
     """
     path = transformer_file(folder)
@@ -257,9 +262,13 @@ def read_transformer(
                 f"{path}: {given[0]} {raw[given[0]]!r:.120} is supported of multi-vector models "
                 "only; write max_seq_length"
             )
-    chat = _check_modalities(path, config, task)
     processing = config.get("processing_kwargs", {})
     _PROCESSING.check(f"{path}: processing_kwargs", processing)
+    output, name = _TASKS[task]
+    if reads_logits and task == "text-generation":
+        name, processing = "token_embeddings", _of_all_tokens(path, processing)
+        config.setdefault("modality_config", {"text": {}})  # which names another output
+    chat = _check_modalities(path, config, task, output=output, name=name)
     for key, harmless in _OPTIONS.items():
         others = sorted(config[key].keys() - {*_HUB, *harmless})
         if others:
@@ -290,13 +299,26 @@ def read_transformer(
     )
 
 
-def _check_modalities(path: Path, config: Mapping[str, Any], task: str) -> Mapping[str, Any] | None:
-    """The entry of messages. Raises CheckpointError for an output of the model other than the
-    task's own."""
+def _of_all_tokens(path: Path, processing: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings without logits_to_keep. Raises CheckpointError where the causal model gives the
+    logits of some tokens alone."""
+    text = dict(processing.get("text") or {})
+    if (kept := text.pop("logits_to_keep", 1)) != 0:
+        raise CheckpointError(
+            f"{path}: processing_kwargs: text: logits_to_keep is {kept!r:.120}, and the module "
+            "that follows reads the logits of all tokens; it must be 0"
+        )
+    return {**processing, "text": text}
+
+
+def _check_modalities(
+    path: Path, config: Mapping[str, Any], task: str, *, output: str, name: str
+) -> Mapping[str, Any] | None:
+    """The entry of messages. Raises CheckpointError for another output of the model than `output`,
+    or another name of it than `name`."""
     modalities = config.get("modality_config")
     if modalities is None:
         return None
-    output, name = _TASKS[task]
     if config.get("module_output_name") != name:
         raise CheckpointError(
             f"{path}: module_output_name {config.get('module_output_name')!r:.120} is not "

@@ -89,6 +89,25 @@ def build_spec(config: Mapping[str, Any], families: Families | None = None) -> M
     return HOOKS[table["hook"]](values, spec) if "hook" in table else spec
 
 
+def token_logits_spec(spec: ModelSpec) -> ModelSpec:
+    """A causal family's model whose head is read at every token, as a masked language model's is;
+    with or without the causal mask. Others stay as they are.
+
+    Raises CheckpointError where logits are not what the head's matrix gives.
+    """
+    head = spec.family_table.get("heads", {}).get("lm")
+    if head is None:
+        return spec
+    if spec.logits_divisor != 1.0 or spec.logits_softcap:
+        raise CheckpointError(
+            f"sparse vectors of {spec.family} are not supported: its logits are divided or capped"
+        )
+    heads = {name: own for name, own in spec.heads.items() if name != "lm"}
+    heads["masked_lm"] = HeadSpec(decoder=head["decoder"], bias=head.get("bias"))
+    # Whatever class it was saved from: the head is there, or tied.
+    return replace(spec, heads=heads, architectures=(f"{spec.family}ForMaskedLM",))
+
+
 def build_module_spec(config: Mapping[str, Any], families: Families) -> ModelSpec:
     """The ModelSpec of a model in memory: by the modules of transformers' class, not by the tensors
     of its files. Errors as of build_spec."""

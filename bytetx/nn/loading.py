@@ -27,7 +27,7 @@ from bytetx.checkpoint.generation_config import GenerationDefaults, read_generat
 from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.router import RouterSpec, read_router
 from bytetx.checkpoint.side_files import TEXT, check_fields
-from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.checkpoint.spec import ModelSpec, build_spec, token_logits_spec
 from bytetx.checkpoint.staged_reader import StagedReader
 from bytetx.checkpoint.static_embedding import load_static_tokenizer, static_spec
 from bytetx.checkpoint.task_adapters import TaskAdapters, read_task_adapters
@@ -299,6 +299,8 @@ def _read_spec(
     refuse_own_code(sentence.folder, config, families)
     head = read_decision_head(sentence.folder, config)
     spec = build_spec(trunk_config(config, head), families)
+    if sentence.splade is not None:
+        spec = token_logits_spec(spec)
     if is_gliner(sentence.folder):
         spec = encoder_spec(spec)
     check_mask(head, family=spec.family, is_causal=spec.is_causal)

@@ -398,7 +398,9 @@ def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -
             raise CheckpointError(f"{entries[0].path}: {others[0]} cannot follow {STATIC}")
         spec = replace(spec, is_declared=True, static=StaticSpec(is_model2vec=False))
     else:
-        settings = read_transformer(own, tasks=_fitting_tasks(kinds))
+        settings = read_transformer(
+            own, tasks=_fitting_tasks(kinds), reads_logits="SpladePooling" in kinds
+        )
         spec = replace(spec, **_limits(settings))
     if "LogitScore" not in kinds:
         _refuse_chat(own, settings)
@@ -437,9 +439,9 @@ def _fitting_tasks(kinds: Sequence[str]) -> tuple[str, ...]:
     without one means."""
     if "SpladePooling" in kinds:
         # Before version 5.4 the module's class said so, and not its config.
-        return (
-            ("fill-mask",) if kinds[0] == "MLMTransformer" else ("feature-extraction", "fill-mask")
-        )
+        if kinds[0] == "MLMTransformer":
+            return ("fill-mask",)
+        return ("feature-extraction", "fill-mask", "text-generation")
     if "LogitScore" in kinds:
         return ("feature-extraction", "text-generation")
     if len(kinds) == 1:
