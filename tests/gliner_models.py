@@ -23,8 +23,13 @@ TEXTS = [
 LABELS = ["person", "place", "due date"]
 
 
-def save_gliner(folder: Path, family: str = "deberta-v2", **config: Any) -> Any:
-    """The gliner package's model, saved into a folder; config: of gliner_config.json."""
+def save_gliner(
+    folder: Path, family: str = "deberta-v2", *, labels_family: str | None = None, **config: Any
+) -> Any:
+    """The gliner package's model, saved into a folder; config: of gliner_config.json.
+
+    labels_family: of an encoder of their own for labels.
+    """
     backbone = folder / "backbone"
     tokenizer = make_tokenizer(TOKENIZERS[family], max_tokens=config.pop("max_tokens", 1 << 12))
     tokenizer.save_pretrained(backbone)
@@ -40,6 +45,8 @@ def save_gliner(folder: Path, family: str = "deberta-v2", **config: Any) -> Any:
         "encoder_config": encoder,
         **config,
     }
+    if labels_family is not None:
+        given |= _labels_encoder(folder / "labels", labels_family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = gliner.GLiNER.from_config(given, backbone_from_pretrained=False)
@@ -47,6 +54,14 @@ def save_gliner(folder: Path, family: str = "deberta-v2", **config: Any) -> Any:
     model.eval()
     model.save_pretrained(folder, safe_serialization=True)
     return model
+
+
+def _labels_encoder(folder: Path, family: str) -> dict[str, Any]:
+    tokenizer = make_tokenizer(TOKENIZERS[family], max_tokens=48)
+    tokenizer.save_pretrained(folder)
+    encoder = tiny_model(family).config.to_dict()
+    encoder |= {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
+    return {"labels_encoder": str(folder), "labels_encoder_config": encoder}
 
 
 def package_spans(

@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bytetx.checkpoint.files import GLINER_CONFIG, is_gliner
+from bytetx.checkpoint.families import Families
+from bytetx.checkpoint.files import (
+    GLINER_CONFIG,
+    GLINER_SAVE,
+    as_encoder,
+    refuse_own_code,
+)
 from bytetx.checkpoint.model_spec import ModelSpec
 from bytetx.checkpoint.side_files import (
     FLAG,
@@ -16,14 +22,19 @@ from bytetx.checkpoint.side_files import (
     integer,
     read_json,
 )
+from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import CheckpointError
 
 # What the names of the encoder's tensors begin with in a GLiNER model's file.
 _ENCODER = "token_rep_layer.bert_layer.model."
+LABELS_ENCODER = "token_rep_layer.labels_encoder.model."
+LABELS_TOKENIZER = "labels_tokenizer"
 # An encoder without a table of positions reads texts of any length; attention's memory ends them.
 _MOST_POSITIONS = 1 << 14
 _TOKEN_LEVEL = ("token_level", "token-level")
 _MARKERS = ("marker", "markerV0", "markerV1")
+# Attention between labels and words, by who attends to whom: l are labels, t words of the text.
+FUSIONS = ("l2l", "t2t", "l2t", "t2l")
 _POOLING = {"first": "cls", "last": "lasttoken", "mean": "mean", "max": "max"}
 
 _FIELDS: dict[str, Field] = {
@@ -34,9 +45,12 @@ _FIELDS: dict[str, Field] = {
     "fuse_layers": FLAG,
     "hidden_size": integer(1),
     "labels_encoder": TEXT,
+    "labels_encoder_config": TABLE,
     "max_len": integer(1),
     "max_width": integer(1, 1 << 10),
+    "num_post_fusion_layers": integer(1, 64),
     "num_rnn_layers": integer(0, 64),
+    "post_fusion_schema": TEXT,
     "precomputed_prompts_mode": FLAG,
     "represent_spans": FLAG,
     "sep_token": TEXT,
@@ -46,7 +60,6 @@ _FIELDS: dict[str, Field] = {
 }
 # Keys of kinds of models that are not read, and what they say.
 _OTHER_KINDS = {
-    "labels_encoder": "labels have an encoder of their own",
     "labels_decoder": "labels are generated",
     "relations_layer": "relations are extracted",
     "decoder_config": "the text model is a causal one",
@@ -55,15 +68,25 @@ _OTHER_KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
+class LabelsSpec:
+    """An encoder of its own for labels (a bi-encoder).  folder: of its tokenizer."""
+
+    encoder: ModelSpec
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
 class ExtractionSpec:
     """A GLiNER head: labels come before a text in its prompt, and spans of words are scored.
 
-    A prompt is the marker and the words of each label, then the separator.
+    A prompt is the marker and the words of each label, then the separator; none where labels have
+    an encoder of their own.
     hidden_size: of words and labels; the encoder's rows are projected to it where they have another
     size.  max_words: of a text.  max_width: words of a span, None where each word has scores of its
     own.  markers: how a span is made of its ends: marker, markerV0, markerV1.
     num_lstm_layers: over the words, 0 for none.  pooling: a mode of ops.pooling, of a word's
     tokens.  reads_label: a label is the token behind its marker.
+    fusion: layers of attention between labels and words, each some of FUSIONS.
     """
 
     hidden_size: int
@@ -75,15 +98,16 @@ class ExtractionSpec:
     marker: str
     separator: str
     reads_label: bool
+    labels: LabelsSpec | None = None
+    fusion: tuple[tuple[str, ...], ...] = ()
 
 
-def read_extraction(folder: Path) -> ExtractionSpec | None:
-    """The spec of a GLiNER checkpoint; None where the folder is none.
+def read_extraction(folder: Path, families: Families) -> ExtractionSpec:
+    """The spec of a GLiNER checkpoint.
 
+    families: of the labels' encoder, too.
     Raises CheckpointError for damaged files and for kinds of models that are not read.
     """
-    if not is_gliner(folder):
-        return None
     path = folder / GLINER_CONFIG
     content = read_json(path)
     check_fields(path, content, _FIELDS)
@@ -101,17 +125,51 @@ def read_extraction(folder: Path) -> ExtractionSpec | None:
         raise CheckpointError(
             f"{path}: subtoken_pooling must be one of {', '.join(_POOLING)}, got {pooling!r:.120}"
         )
+    labels = _read_labels(path, given, families)
     return ExtractionSpec(
         hidden_size=given.get("hidden_size", 512),
         max_words=given.get("max_len", 384),
         max_width=None if is_token_level else given.get("max_width", 12),
         markers=mode,
-        num_lstm_layers=given.get("num_rnn_layers", 1),
+        # The package makes the LSTM of a bi-encoder, too, and never runs it.
+        num_lstm_layers=given.get("num_rnn_layers", 1) if labels is None else 0,
         pooling=_POOLING[pooling],
         marker=given.get("ent_token", "<<ENT>>"),
         separator=given.get("sep_token", "<<SEP>>"),
         reads_label=not given.get("embed_ent_token", True),
+        labels=labels,
+        fusion=() if labels is None else _read_fusion(path, given),
     )
+
+
+def _read_labels(path: Path, given: Mapping[str, Any], families: Families) -> LabelsSpec | None:
+    name = given.get("labels_encoder")
+    if not name:
+        return None
+    config = given.get("labels_encoder_config")
+    folder = path.parent / LABELS_TOKENIZER
+    if not config or not folder.is_dir():
+        lacks = f"{path} has no labels_encoder_config" if not config else f"{folder} is not there"
+        raise CheckpointError(
+            f"{lacks}, and labels have an encoder of their own, {name!r:.120}; save the model "
+            f"again, in that folder: {GLINER_SAVE}"
+        )
+    config = as_encoder(path, config)
+    refuse_own_code(path.parent, config, families)
+    return LabelsSpec(encoder_spec(build_spec(config, families)), folder)
+
+
+def _read_fusion(path: Path, given: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    schema = given.get("post_fusion_schema", "")
+    layer = tuple(schema.split("-")) if schema else ()
+    for kind in layer:
+        if kind not in FUSIONS:
+            raise CheckpointError(
+                f"{path}: post_fusion_schema must be of {', '.join(FUSIONS)} with '-' between, got "
+                f"{schema!r:.120}"
+            )
+    num_layers: int = given.get("num_post_fusion_layers", 1)
+    return (layer,) * num_layers if layer else ()
 
 
 def _refuse_others(path: Path, given: Mapping[str, Any]) -> None:

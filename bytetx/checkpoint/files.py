@@ -308,6 +308,11 @@ def _encoder_config(path: Path) -> dict[str, Any]:
             f"{path} has no encoder_config, as old versions of the gliner package wrote it; "
             f"save the model again, in that folder: {GLINER_SAVE}"
         )
+    return as_encoder(path, config)
+
+
+def as_encoder(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of an encoder in a GLiNER model's file, at `path`, as of a config.json."""
     config = {"model_type": "deberta-v2", **config, "architectures": ["GLiNER"]}
     check_fields(path, config, _CONFIG)
     return config

@@ -87,6 +87,7 @@ class Weights(Mapping[str, torch.Tensor]):
             is_transposed = spec.layer_spec.weight_layout == "conv1d"
             self._saved = decode_quantized(found, spec.quantization, is_transposed=is_transposed)
         self.used: set[str] = set()
+        self._prefix = ""
         self._added: Mapping[str, Sequence[Change]] = {}
         self._dtype: torch.dtype | None = None
         self._on_tensor = on_tensor
@@ -105,6 +106,17 @@ class Weights(Mapping[str, torch.Tensor]):
         """
         other = copy.copy(self)
         other._reader = reader
+        return other
+
+    def below(self, prefix: str) -> "Weights":
+        """The tensors whose names begin with `prefix`, without it; `used` is shared and has it."""
+        other = copy.copy(self)
+        other._saved = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in self._saved.items()
+            if name.startswith(prefix)
+        }
+        other._added, other._prefix = {}, self._prefix + prefix
         return other
 
     def change(
@@ -132,7 +144,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def saved(self, name: str) -> SavedTensor:
         """Where a tensor is saved; it then counts as used. CheckpointError for a quantised one."""
-        self.used.add(name)
+        self.used.add(self._prefix + name)
         saved = self._saved[name]
         if not isinstance(saved, SavedTensor):
             raise CheckpointError(
@@ -145,7 +157,7 @@ class Weights(Mapping[str, torch.Tensor]):
         """How a tensor is stored; it then counts as used.  None where something is added to it."""
         if self._on_tensor is not None:
             self._on_tensor()
-        self.used.add(name)
+        self.used.add(self._prefix + name)
         return None if name in self._added else self._saved[name]
 
     def saved_name(self, name: str) -> str:
@@ -168,7 +180,7 @@ class Weights(Mapping[str, torch.Tensor]):
     def _read(self, name: str, part: Part | None) -> torch.Tensor:
         if self._on_tensor is not None:
             self._on_tensor()
-        self.used.add(name)
+        self.used.add(self._prefix + name)
         saved, added = self._saved[name], self._added.get(name)
         if added is None and self._reader is not None and isinstance(saved, SavedTensor):
             return self._reader.read(saved, self._dtype or saved.torch_dtype, part=part)
@@ -193,7 +205,11 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def unused(self) -> list[str]:
         """Saved names that nothing has read, sorted."""
-        return sorted(self._saved[name].name for name in self._saved.keys() - self.used)
+        return sorted(
+            tensor.name
+            for name, tensor in self._saved.items()
+            if self._prefix + name not in self.used
+        )
 
     @property
     def num_parameters(self) -> int:

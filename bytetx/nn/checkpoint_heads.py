@@ -59,7 +59,7 @@ def load_heads(
         )
         return replace(trunk, decision=load_decision(spec, load, decision))
     if extraction is not None:
-        return Heads(extraction=load_extraction(extraction, load, in_features=spec.output_size))
+        return Heads(extraction=load_extraction(extraction, load, spec))
     blocks = transformer.blocks
 
     def lm() -> LmHead | None:

@@ -12,8 +12,16 @@ import torch
 from torch.nn import functional as F
 
 from bytetx.checkpoint.extraction import ExtractionSpec
+from bytetx.checkpoint.model_spec import ModelSpec
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError
+from bytetx.nn.label_encoder import (
+    FusionLayer,
+    LabelEncoder,
+    fuse,
+    load_fusion,
+    load_labels_encoder,
+)
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.linear import LinearWeight, linear
 
@@ -103,7 +111,8 @@ class SpanScorer:
     def __call__(
         self, words: torch.Tensor, labels: torch.Tensor, num_words: Sequence[int]
     ) -> torch.Tensor:
-        """words: f32 [total_words, hidden_size].  labels: f32 [num_texts, num_labels, hidden_size].
+        """words: f32 [total_words, hidden_size].  labels: f32 [num_texts, num_labels, hidden_size],
+        or of one text where all have the same.
 
         Returns the scores, f32 [total_rows, num_labels]; those of spans that end behind a text's
         last word have no meaning.
@@ -119,7 +128,8 @@ class SpanScorer:
             if not count:
                 continue
             stop, end = row + self.rows_of(count), start + count
-            own, rows = first[start:end], slice(text * num_labels, (text + 1) * num_labels)
+            own, begin = first[start:end], text * num_labels if num_texts > 1 else 0
+            rows = slice(begin, begin + num_labels)
             if self.mean is not None:
                 average = torch.relu(words[start:end].mean(dim=0, keepdim=True))
                 own = own + linear(average, self.mean)
@@ -206,12 +216,13 @@ class WordScorer:
         end = 0
         for text, count in enumerate(num_words):
             start, end = end, end + count
+            own_labels = text if num_texts > 1 else 0
             for begin in range(start, end, block):
                 stop = min(begin + block, end)
-                products = (other[begin:stop, None] * factors[text]).view(-1, size)
+                products = (other[begin:stop, None] * factors[own_labels]).view(-1, size)
                 hidden = linear(products, self.product).view(stop - begin, num_labels, -1)
                 hidden += first[begin:stop, None]
-                hidden += label_part[text]
+                hidden += label_part[own_labels]
                 scores = linear(hidden.relu_().view(-1, hidden.shape[2]), self.out)
                 out[begin:stop] = scores.view(stop - begin, num_labels, 3).transpose(1, 2)
         return out.view(-1, num_labels)
@@ -219,12 +230,17 @@ class WordScorer:
 
 @dataclass(frozen=True, slots=True)
 class ExtractionHead:
-    """A GLiNER head. projection: of the encoder's rows, where their size is another one."""
+    """A GLiNER head. projection: of the encoder's rows, where their size is another one.
+
+    labels: the encoder of these, where they have one of their own.
+    """
 
     spec: ExtractionSpec
     projection: LinearWeight | None
     lstm: WordLstm | None
     scorer: SpanScorer | WordScorer
+    labels: LabelEncoder | None = None
+    fusion: tuple[FusionLayer, ...] = ()
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
         """The encoder's rows [n, in_features] -> f32 [n, hidden_size]."""
@@ -238,35 +254,35 @@ class ExtractionHead:
         """Scores before the sigmoid, f32 [total_rows, num_labels]: each text has scorer.rows_of.
 
         words: f32 [total_words, hidden_size], of the words of each text.
-        labels: f32 [num_texts, num_labels, hidden_size].
+        labels: f32 [num_texts, num_labels, hidden_size], or of one text where all have the same.
         """
+        if self.fusion:
+            own = words.split(list(num_words))
+            every = labels.expand(len(own), -1, -1)
+            fused = [fuse(self.fusion, *pair) for pair in zip(own, every, strict=True)]
+            words = torch.cat([pair[0] for pair in fused])
+            labels = torch.stack([pair[1] for pair in fused])
         if self.lstm is not None:
             words = self.lstm(words, num_words)
         return self.scorer(words, labels, num_words)
 
 
-def load_extraction(
-    spec: ExtractionSpec, load: TensorLoader, *, in_features: int
-) -> ExtractionHead:
+def load_extraction(spec: ExtractionSpec, load: TensorLoader, encoder: ModelSpec) -> ExtractionHead:
     """The head of a GLiNER checkpoint. Raises CheckpointError where tensors are missing or wrong.
 
-    in_features: of the encoder's rows.
+    encoder: of texts.
     """
     assert isinstance(load.tensors, Weights)
-    load = TensorLoader(
-        load.tensors.cast(torch.float32),
-        dtype=torch.float32,
-        device=load.device,
-        prepack=load.prepack,
-        batch_invariant=load.batch_invariant,
-    )
+    labels = None if spec.labels is None else load_labels_encoder(spec, spec.labels, load)
+    load = load.in_float32()
     projection, size = None, spec.hidden_size
-    if in_features != size:
-        projection = load.linear("token_rep_layer.projection", size, in_features)
+    if encoder.output_size != size:
+        projection = load.linear("token_rep_layer.projection", size, encoder.output_size)
     lstm = _load_lstm(spec, load) if spec.num_lstm_layers else None
     is_span = spec.max_width is not None
     scorer = _load_span_scorer(spec, load) if is_span else _load_word_scorer(spec, load)
-    return ExtractionHead(spec, projection, lstm, scorer)
+    fusion = load_fusion(spec, load, num_heads=encoder.num_heads)
+    return ExtractionHead(spec, projection, lstm, scorer, labels, fusion)
 
 
 def _load_lstm(spec: ExtractionSpec, load: TensorLoader) -> WordLstm:

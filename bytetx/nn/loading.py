@@ -222,7 +222,8 @@ def _load(
 ) -> LoadedCheckpoint:
     device = resolve_device(device)
     config, spec, head = _read_spec(sentence, families)
-    decisions, extraction = _read_decisions(sentence, head), read_extraction(sentence.folder)
+    decisions, own = _read_decisions(sentence, head), sentence.folder
+    extraction = read_extraction(own, families) if is_gliner(own) else None
     tokenizer = _load_tokenizer(sentence, spec)
     weights = _open_weights(sentence, spec, head, decisions.adapter, on_tensor=on_tensor)
     quantization = wanted_quantization(dtype, spec, device)

@@ -51,6 +51,13 @@ class TensorLoader:
         # Matrices are read as rows in E4M3.
         self.is_fp8 = False
 
+    def in_float32(self) -> "TensorLoader":
+        """The same loader of a checkpoint's tensors, in f32."""
+        assert isinstance(self.tensors, Weights)
+        loader = copy(self)
+        loader.tensors, loader.dtype = self.tensors.cast(torch.float32), torch.float32
+        return loader
+
     def plain(self) -> "TensorLoader":
         """The same loader, whose linear layers are not laid out for a CPU."""
         loader = copy(self)

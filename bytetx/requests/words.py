@@ -9,7 +9,7 @@ import numpy as np
 from bytetx.checkpoint.extraction import ExtractionSpec
 from bytetx.checkpoint.tokenizer import Text, Tokenizer
 from bytetx.encode.request import Alignment, Requests
-from bytetx.errors import CheckpointError, InputError, TooLongError
+from bytetx.errors import CheckpointError, InputError, TooLongError, shown
 from bytetx.requests.inputs import Input, InputReader, no_requests
 from bytetx.requests.token_ids import Errors
 from bytetx.sequence_tree import rows_of
@@ -35,11 +35,25 @@ class LabelPrompt:
     """The tokens before and behind the words of every text.
 
     before, behind: int32 token ids.  labels: int64 [num_labels], the token of each label.
+    apart: int32 token ids of each label, where labels have an encoder of their own; labels is empty
+    then.
     """
 
     before: np.ndarray
     behind: np.ndarray
     labels: np.ndarray
+    apart: tuple[np.ndarray, ...] = ()
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.labels) or len(self.apart)
+
+    @property
+    def key(self) -> bytes:
+        """Equal for prompts that are read as the same."""
+        parts = (self.before, self.labels.astype(np.int32), *self.apart)
+        lengths = np.array([len(part) for part in parts], dtype=np.int32)
+        return b"".join(part.tobytes() for part in (lengths, *parts))
 
     @property
     def num_tokens(self) -> int:
@@ -54,23 +68,22 @@ def label_prompt(
     most: tokens that a text may have.
     Raises CheckpointError where the tokenizer lacks the marker, TooLongError for too many labels.
     """
+    before, behind = frame(tokenizer)
     marker = tokenizer.backend.token_to_id(spec.marker)
-    whole = tokenizer.untruncated().backend.encode(spec.marker).ids
-    if marker is None or whole.count(marker) != 1:
+    if marker is None:
         raise CheckpointError(
             f"{tokenizer.name} has no token {spec.marker!r:.120}, which marks labels; save the "
             "model again with the gliner package"
         )
-    place = whole.index(marker)
     words = tokenizer.encode_all_plain([*labels, spec.separator])
-    before, rows = whole[:place], []
+    rows = []
     for word in words[:-1]:
         rows.append(len(before) + spec.reads_label)
         before += [marker, *word]
     before += words[-1]
     prompt = LabelPrompt(
         np.array(before, dtype=np.int32),
-        np.array(whole[place + 1 :], dtype=np.int32),
+        np.array(behind, dtype=np.int32),
         np.array(rows, dtype=np.int64),
     )
     if prompt.num_tokens >= most:
@@ -79,6 +92,37 @@ def label_prompt(
             "text; give fewer or shorter ones"
         )
     return prompt
+
+
+def apart_prompt(
+    tokenizer: Tokenizer, labels_tokenizer: Tokenizer, labels: Sequence[str]
+) -> LabelPrompt:
+    """The prompt of labels that have an encoder of their own.
+
+    Raises TooLongError for a label with more tokens than that takes.
+    """
+    before, behind = frame(tokenizer)
+    tokens = labels_tokenizer.encode_ids(labels)
+    for label, is_cut in zip(labels, tokens.is_truncated.tolist(), strict=True):
+        if is_cut:
+            raise TooLongError(
+                f"label {shown(label)} has more than the {labels_tokenizer.max_tokens} tokens that "
+                "the labels' encoder takes; shorten it"
+            )
+    ends = np.cumsum(tokens.seqlens)[:-1]
+    return LabelPrompt(
+        np.array(before, dtype=np.int32),
+        np.array(behind, dtype=np.int32),
+        np.empty(0, dtype=np.int64),
+        tuple(np.split(np.asarray(tokens.token_ids, dtype=np.int32), ends)) if labels else (),
+    )
+
+
+def frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens (before, behind) a text."""
+    found = tokenizer.untruncated().backend.encode("a")
+    own = [place for place, is_special in enumerate(found.special_tokens_mask) if not is_special]
+    return found.ids[: own[0]], found.ids[own[-1] + 1 :]
 
 
 @dataclass(slots=True)
@@ -121,7 +165,7 @@ class WordReader(InputReader):
             truncated.append(bool(len(kept) < np.count_nonzero(sizes)))
             own, sizes = own[kept], sizes[kept]
             ids = token_ids[rows_of(starts[own], sizes)]
-            is_read = len(kept) and len(prompt.labels)
+            is_read = len(kept) and prompt.num_labels
             seqlens.append(prompt.num_tokens + len(ids) if is_read else 0)
             rows += [prompt.before, ids, prompt.behind] if is_read else [ids[:0]]
             places = np.array(spans, dtype=np.int64).reshape(-1, 2)[kept]

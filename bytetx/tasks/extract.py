@@ -14,7 +14,13 @@ from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.extraction import ExtractionHead, SpanScorer
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import largest, pool
-from bytetx.requests.words import LabelPrompt, WordAlignment, WordReader, label_prompt
+from bytetx.requests.words import (
+    LabelPrompt,
+    WordAlignment,
+    WordReader,
+    apart_prompt,
+    label_prompt,
+)
 from bytetx.sequence_tree import rows_of
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.classify import sigmoid
@@ -58,7 +64,10 @@ def extract(
     head = context.need_head(context.heads.extraction, "span extraction")
     spec, tokenizer = head.spec, context.need_tokenizer()
     names, given = _checked_labels(labels)
-    prompt = label_prompt(spec, tokenizer, given, most=tokenizer.max_tokens)
+    if head.labels is None:
+        prompt = label_prompt(spec, tokenizer, given, most=tokenizer.max_tokens)
+    else:
+        prompt = apart_prompt(tokenizer, head.labels.tokenizer, given)
     reader = WordReader(
         context.spec,
         tokenizer,
@@ -97,9 +106,8 @@ class ExtractTask:
     @property
     def key(self) -> Hashable:
         own = self.options
-        ids = self.prompt.before.tobytes()
         flags = (own.threshold, own.nested, own.multi_label)
-        return ("extract", id(self.head), self.labels, ids, flags)
+        return ("extract", id(self.head), self.labels, self.prompt.key, flags)
 
     @property
     def capture(self) -> Capture | None:
@@ -124,12 +132,20 @@ class ExtractTask:
         lengths = np.concatenate([np.empty(0, dtype=np.int64), *sizes])
         counts = np.array([size.sum() for size in sizes], dtype=np.int64)
         tokens = rows_of(starts + len(self.prompt.before), counts)
-        labels = (starts[:, None] + self.prompt.labels).ravel()
         words = self._pool(hidden_states, tokens, lengths)
-        of_labels = self.head.project(hidden_states[_on(labels, hidden_states)])
-        of_labels = of_labels.view(len(texts), len(self.prompt.labels), -1)
-        scores = self.head.forward(words, of_labels, num_words)
+        scores = self.head.forward(words, self._labels(hidden_states, starts), num_words)
         return scores, largest(scores)
+
+    def _labels(self, hidden_states: torch.Tensor, starts: np.ndarray) -> torch.Tensor:
+        """f32 [num_texts, num_labels, hidden_size], or of one text where all have the same.
+
+        starts: the first tokens of texts.
+        """
+        if self.head.labels is not None:
+            return self.head.labels.vectors(self.prompt.apart)[None]
+        rows = (starts[:, None] + self.prompt.labels).ravel()
+        found = self.head.project(hidden_states[_on(rows, hidden_states)])
+        return found.view(len(starts), len(self.prompt.labels), -1)
 
     def _pool(
         self, hidden_states: torch.Tensor, tokens: np.ndarray, lengths: np.ndarray

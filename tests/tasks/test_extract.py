@@ -43,6 +43,27 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("deberta-v2", {"subtoken_pooling": "last", "embed_ent_token": False, "hidden_size": 48}),
     ("deberta-v2", {"span_mode": "token_level"}),
     ("modernbert", {"span_mode": "token_level", "num_rnn_layers": 0}),
+    ("deberta-v2", {"labels_family": "bert"}),
+    ("bert", {"labels_family": "bert", "hidden_size": 48, "subtoken_pooling": "mean"}),
+    ("bert", {"labels_family": "deberta-v2", "span_mode": "token_level"}),
+    (
+        "bert",
+        {
+            "labels_family": "modernbert",
+            "post_fusion_schema": "l2l-l2t-t2t-t2l",
+            "num_post_fusion_layers": 2,
+            "hidden_size": 48,
+        },
+    ),
+    (
+        "deberta-v2",
+        {
+            "labels_family": "bert",
+            "post_fusion_schema": "l2t",
+            "span_mode": "token_level",
+            "hidden_size": 48,
+        },
+    ),
 ]
 
 
@@ -65,6 +86,34 @@ def test_spans_are_those_of_gliner(family: str, config: dict[str, Any], tmp_path
             scores = [one.score for spans in found for one in spans]
             theirs_of = [span[4] for spans in wanted for span in spans]
             np.testing.assert_allclose(scores, theirs_of, atol=1e-4)
+
+
+@pytest.mark.feature("Tasks", "`extract` by bi-encoders, which compute a label once (GLiNER)")
+def test_labels_with_an_encoder_of_their_own_are_computed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = pytest.importorskip("gliner_models", reason="needs the gliner package")
+    oracle.save_gliner(tmp_path, "bert", labels_family="bert")
+    model = package.load(tmp_path)
+    own = [name for name in model.checkpoint.unused_tensors if "labels_encoder" in name]
+    assert all("pooler" in name for name in own)
+    head = model.checkpoint.heads.extraction
+    assert head is not None and head.labels is not None
+    texts = ["Angela met Zaphod", "", "a fox"]
+    first = model.extract(texts, LABELS, threshold=0.4, nested=True, multi_label=True)
+    monkeypatch.setattr(type(head.labels), "_encode", None)  # a label that is not kept fails
+    assert head.labels.num_kept == len(LABELS)
+    again = model.extract(texts, LABELS[::-1], threshold=0.4, nested=True, multi_label=True)
+    assert [{*_rows(one)} for one in again] == [{*_rows(one)} for one in first]
+    monkeypatch.undo()
+    monkeypatch.setattr("bytetx.nn.label_encoder._MOST_KEPT", 4)
+    monkeypatch.setattr("bytetx.nn.label_encoder._TOKEN_BUDGET", 16)
+    many = [f"label {number}" for number in range(40)]
+    [spans] = model.extract(["a fox"], many, threshold=0, multi_label=True)
+    assert {span.label for span in spans} == {*many} and head.labels.num_kept == 4
+    with pytest.raises(TooLongError, match="the labels' encoder"):
+        model.extract(texts, ["word " * 80])
+    assert list(model.extract(texts, [])) == [[], [], []]
 
 
 def test_spans_beyond_the_window_are_those_of_the_package_without_the_rest(tmp_path: Path) -> None:
@@ -154,7 +203,7 @@ def test_a_model_without_the_head_says_so(tmp_path: Path) -> None:
     ("key", "value", "message"),
     [
         ("span_mode", "conv_max", "span_mode 'conv_max'"),
-        ("labels_encoder", "bert", "an encoder of their own"),
+        ("labels_encoder", "bert", "no labels_encoder_config"),
         ("relations_layer", "biaffine", "relations"),
         ("fuse_layers", True, "fuse_layers"),
         ("words_splitter_type", "jieba", "words_splitter_type"),
@@ -170,6 +219,32 @@ def test_other_kinds_are_refused_by_name(
         (tmp_path / name).symlink_to(folder / name)
     config = json.loads((folder / "gliner_config.json").read_text()) | {key: value}
     (tmp_path / "gliner_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        package.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"post_fusion_schema": "l2l-x"}, "post_fusion_schema must be of"),
+        ({"post_fusion_schema": "l2l"}, "no multiple of the encoder's"),
+        ({"num_post_fusion_layers": 0}, "num_post_fusion_layers"),
+        ({"labels_encoder_config": {"model_type": "nothing"}}, "nothing"),
+        ({"labels_encoder_config": {"auto_map": {"AutoModel": "a.B"}}}, "code"),
+        ({"labels_encoder_config": []}, "labels_encoder_config"),
+        ({"hidden_size": 48}, "out_project"),
+        ("labels_tokenizer", "labels_tokenizer is not there"),
+        ("labels_tokenizer/tokenizer.json", "no tokenizer.json"),
+    ],
+)
+def test_damaged_bi_encoders(tmp_path: Path, changes: Any, message: str) -> None:
+    oracle = pytest.importorskip("gliner_models", reason="needs the gliner package")
+    oracle.save_gliner(tmp_path, "bert", labels_family="bert")
+    config = json.loads((tmp_path / "gliner_config.json").read_text())
+    if isinstance(changes, str):
+        (tmp_path / changes).rename(tmp_path / "moved")
+    else:
+        (tmp_path / "gliner_config.json").write_text(json.dumps(config | changes))
     with pytest.raises(CheckpointError, match=message):
         package.load(tmp_path)
 
