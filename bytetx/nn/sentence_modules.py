@@ -88,8 +88,10 @@ _FIRST = (*TRANSFORMERS, STATIC)
 # What reads the last hidden states of all tokens.
 _OF_TOKEN_ROWS = ("Pooling", "SpladePooling", "LogitScore")
 _SPARSE_STATIC = "SparseStaticEmbedding"
-# The hub's code of Jina embeddings v3: the Transformer module with the adapters of tasks.
+# The hub's code of Jina embeddings v3 and v5: the Transformer module with the adapters of tasks.
 _JINA_TRANSFORMER = "custom_st.Transformer"
+# The key of config.json that tells each; that of v5 also pools the last token, and normalises.
+_JINA_TASKS, _JINA_POOLS = "lora_adaptations", "task_names"
 # The hub's code of pplx-embed: its module after pooling, which has no files.
 _TANH_QUANTIZER = "st_quantize.FlexibleQuantizer"
 
@@ -428,6 +430,9 @@ def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -
             if not is_plain or module.resolve() != own.resolve():  # there it is the model's
                 _SCHEMAS[kind].read(module / "config.json", may_be_absent=is_plain)
             spec = replace(spec, modules=(*spec.modules, (kind, module)))
+    if len(entries) == 1 and entries[0].name == _JINA_TRANSFORMER and _JINA_POOLS in _config(own):
+        modules = (("Normalize", own),)
+        spec = replace(spec, is_declared=True, pooling=("lasttoken",), modules=modules)
     kinds = [kind for kind, _ in spec.modules]
     if "SparseAutoEncoder" in kinds[:-1]:
         raise CheckpointError(f"{entries[0].path}: SparseAutoEncoder must be the last module")
@@ -500,7 +505,7 @@ def _model_config(folder: Path) -> dict[str, Any]:
 def _module_kind(entry: _Entry, own: Path) -> str:
     """own: the transformer's folder."""
     name, kind, path = entry.name, entry.kind, entry.path
-    if name == _JINA_TRANSFORMER and "lora_adaptations" in read_json(own / "config.json", {}):
+    if name == _JINA_TRANSFORMER and {_JINA_TASKS, _JINA_POOLS} & _config(own).keys():
         return "Transformer"
     if name == _TANH_QUANTIZER:
         return entry.kind
@@ -510,6 +515,11 @@ def _module_kind(entry: _Entry, own: Path) -> str:
             f"{path}: module {name!r} is not supported; known: {', '.join(known)}"
         )
     return kind
+
+
+def _config(own: Path) -> Mapping[str, Any]:
+    content: Mapping[str, Any] = read_json(own / "config.json", {})
+    return content
 
 
 def _pooling_config(folder: Path) -> dict[str, Any]:
