@@ -30,6 +30,7 @@ def checkpoint_info(
         "language model": heads.lm,
         "decision": heads.decision,
         "span extraction": heads.extraction,
+        "listwise ranking": heads.ranking,
     }
     return {
         "path": str(checkpoint_path(checkpoint.folder)),

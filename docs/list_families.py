@@ -22,6 +22,7 @@ _METHODS = {
     "question_answering": ("answer",),
     "masked_lm": ("fill_mask", "embed_sparse"),
     "lm": ("generate", "score"),
+    "ranking": ("rerank",),
 }
 
 

@@ -13,7 +13,7 @@ from bytetx.errors import CheckpointError
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
 # Keys of causal families only; nothing reads them for an encoder.
-_CAUSAL_KEYS = {"embeddings": {"project_in"}, "heads": {"lm"}}
+_CAUSAL_KEYS = {"embeddings": {"project_in"}, "heads": {"lm", "ranking"}}
 
 # Sizes whose keys most families call alike; [config] names the others.
 _COMMON_NAMES = {
@@ -124,6 +124,7 @@ _HEADS = {
         _CLASSIFIER_KEYS | {"second_dense", "inner_size", "bias", "decoder_bias"},
     ),
     "lm": ({"decoder"}, {"bias"}),
+    "ranking": ({"dense", "activation", "out"}, set()),
 }
 # A key's allowed values, the default first.
 _CLOSED_VALUES = {

@@ -18,6 +18,7 @@ from bytetx.nn.heads import (
     load_lm,
     load_masked_lm,
     load_question_answering,
+    load_ranking,
     load_sequence_classification,
     load_token_classification,
 )
@@ -36,6 +37,7 @@ class Heads:
     question_answering: ClassificationHead | None = None
     decision: DecisionHead | None = None
     extraction: ExtractionHead | None = None
+    ranking: ClassificationHead | None = None
 
 
 def load_heads(
@@ -89,6 +91,7 @@ def load_heads(
         "ForPreTraining": ("masked_lm", lambda: Heads(masked_lm=masked_lm())),
         "ForCausalLM": ("lm", lambda: Heads(lm=lm())),
         "LMHeadModel": ("lm", lambda: Heads(lm=lm())),
+        "ForRanking": ("ranking", lambda: Heads(ranking=load_ranking(spec, load))),
         "ForDecision": ("decision", lambda: Heads(decision=load_decision(spec, load, decision))),
     }
     # The text model of a multimodal checkpoint, saved beside other models.

@@ -28,6 +28,10 @@ _MAX_COPIED_HEAD_BYTES = 1 << 30
 HeadPlacement = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 
 
+# Numbers of a vector of a listwise reranker, as its authors fix it.
+RANKING_SIZE = 512
+
+
 @dataclass(frozen=True, slots=True)
 class ClassificationHead:
     """(dense -> activation -> norm ->) out, on rows of sequences or of tokens.
@@ -246,6 +250,20 @@ def load_token_classification(spec: ModelSpec, load: TensorLoader) -> Classifica
 def load_question_answering(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | None:
     """The head of a ...ForQuestionAnswering checkpoint, or None where it has none."""
     return _classification(spec, load, "question_answering", num_labels=2, has_labels=False)
+
+
+def load_ranking(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | None:
+    """The head of a ...ForRanking checkpoint, or None where it has none: without biases."""
+    head = spec.heads.get("ranking")
+    if head is None or not _has(load, head):
+        return None
+    assert head.dense and head.out  # families say so
+    inner = spec.output_size // 2
+    return ClassificationHead(
+        dense=load.linear(head.dense, inner, spec.output_size, has_bias=False),
+        activation=head.activation or "none",
+        out=load.linear(head.out, RANKING_SIZE, inner, has_bias=False),
+    )
 
 
 def load_masked_lm(

@@ -34,7 +34,7 @@ from bytetx.tasks.catalog import declared_task, declared_tasks
 from bytetx.tasks.document_questions import asks_about_documents
 from bytetx.tasks.embed_group import is_small
 from bytetx.tasks.generation_stream import PromptGroup
-from bytetx.tasks.rerank import reranks_by_logits, why_no_score
+from bytetx.tasks.rerank import reranks_by_prompts, why_no_score
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.run import forward
 from bytetx.tasks.search import similarity as similarity_of
@@ -51,8 +51,10 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
     heads, sentence = model.heads, model.checkpoint.sentence
     has_lm = heads.lm is not None
     reranks = heads.sequence is not None and why_no_score(model.spec) is None
-    reranks |= reranks_by_logits(model.context)
-    has_other_head = any((heads.sequence, heads.token, heads.question_answering, heads.extraction))
+    reranks |= reranks_by_prompts(model.context)
+    has_other_head = any(
+        (heads.sequence, heads.token, heads.question_answering, heads.extraction, heads.ranking)
+    )
     is_sparse = sentence.splade is not None
     has_sparse = heads.masked_lm is not None or model.checkpoint.token_weight is not None
     can = {
@@ -564,7 +566,7 @@ async def _pair_model(served: ServedModel, call: Call, *, has_pairs: bool) -> As
     options = call.options
     if not (has_pairs and options.get("left") and options.get("truncate")):
         return served.model
-    if call.task == "rerank" and reranks_by_logits(served.model.model.context):
+    if call.task == "rerank" and reranks_by_prompts(served.model.model.context):
         raise ServeError(
             "validation",
             "truncation_direction Left is not for causal rerankers, whose documents are cut "

@@ -79,7 +79,7 @@ def ask_about_documents(
         room = _room(prompts, tokenizer, query, instruction)
         for place, text in enumerate(documents):
             if text_fault(text) is None:
-                texts[place] = _cut(tokenizer, text, room)
+                texts[place] = cut_text(tokenizer, text, room)
                 cut[place] = len(texts[place]) < len(text)
     each: Any = [_about_one(query, text, instruction) for text in texts]
 
@@ -167,7 +167,7 @@ def _room(
     return max(tokenizer.max_tokens - len(around) - _SLACK, 0)
 
 
-def _cut(tokenizer: Tokenizer, text: str, room: int) -> str:
+def cut_text(tokenizer: Tokenizer, text: str, room: int) -> str:
     """The beginning of a text that has at most `room` tokens."""
     encoding = tokenizer.untruncated().encode([text], with_offsets=True)[0]
     if len(encoding.ids) <= room:

@@ -1,4 +1,4 @@
-"""Reranking by a cross-encoder, or by a causal model that answers yes or no (Qwen3-Reranker)."""
+"""Reranking by a cross-encoder, by a causal model that answers yes or no, or by a listwise one."""
 
 from collections.abc import Callable, Hashable, Iterable
 from copy import copy
@@ -24,6 +24,7 @@ from bytetx.tasks.document_questions import (
     asks_about_documents,
     best_hits,
 )
+from bytetx.tasks.listwise_rerank import rank_list
 from bytetx.tasks.pair_prompts import (
     PairPrompts,
     chat_prompts,
@@ -111,9 +112,10 @@ class RerankOptions(TextOptions):
             check_text("instruction", self.instruction)
 
 
-def reranks_by_logits(context: TaskContext) -> bool:
+def reranks_by_prompts(context: TaskContext) -> bool:
     """Whether the model is a causal one or has a decision head: what it scores are prompts."""
-    return _has_card(context) or asks_about_documents(context)
+    is_listwise = context.heads.ranking is not None
+    return is_listwise or _has_card(context) or asks_about_documents(context)
 
 
 def _has_card(context: TaskContext) -> bool:
@@ -131,7 +133,7 @@ def _is_slow(
     """The prompts of a causal reranker are tokenised while the call is made, and documents that
     are no list are pulled.
     """
-    return not isinstance(documents, list | tuple) or reranks_by_logits(context)
+    return not isinstance(documents, list | tuple) or reranks_by_prompts(context)
 
 
 @task(is_slow=_is_slow)
@@ -143,13 +145,24 @@ def rerank(
     The model is a cross-encoder with one label, or with two, whose score is the probability of the
     second (monoBERT); or a causal one that answers yes or no (Qwen3-Reranker, or
     sentence-transformers' LogitScore), whose prompt holds the instruction, or any chat model, which
-    is asked whether each document answers the query, as by decide.
+    is asked whether each document answers the query, as by decide. A listwise model (Jina reranker
+    v3, v3.5) reads all documents in one prompt, or in a few, so that a score depends on the others.
     With on_error="return" a bad document is left out; its error is in `errors` by its index.
     Raises InputError where the model is neither, OptionError for an instruction that it does not
     read.
     """
     check_text("query", query)
     documents = list(check_iterable("documents", documents))
+    if context.heads.ranking is not None:
+        return rank_list(
+            context,
+            context.heads.ranking,
+            query,
+            documents,
+            instruction=options.instruction,
+            reader=context.reader(options),
+            top_k=options.top_k,
+        )
     if options.listwise or (not _has_card(context) and asks_about_documents(context)):
         return ask_about_documents(
             context,
@@ -162,7 +175,7 @@ def rerank(
             top_k=options.top_k,
             keeps_errors=options.on_error == "return",
         )
-    if reranks_by_logits(context):
+    if _has_card(context):
         return _logits_call(context, query, documents, options)
     if options.instruction:
         raise OptionError(
