@@ -12,9 +12,11 @@ import pytest
 import torch
 from checkpoints import save_checkpoint, save_sentence_model
 from cli_runs import TEXTS, Bytetx
+from listwise_rerankers import save_reranker
 from tiny import save
 from tiny_decoders import tiny_decoder
 
+import bytetx as library
 from bytetx.checkpoint.demo import demo_checkpoint
 from bytetx.errors import CheckpointError
 
@@ -98,6 +100,19 @@ def test_tag_and_fill_mask(bytetx: Bytetx, tmp_path: Path) -> None:
     (tmp_path / "m.txt").write_text("New [MASK] is big\nno mask here\n")
     ran = bytetx("fill-mask", "m.txt", "-m", filler, "--top-k", 2)
     assert len(ran.rows[0]["fills"]) == 2 and "error" in ran.rows[1]
+
+
+def test_rerank_by_a_listwise_model(bytetx: Bytetx, tmp_path: Path) -> None:
+    folder = save_reranker(tmp_path / "ranker", "v3")
+    Path("docs.txt").write_text("a fox\nthe lazy dog\nliquor jugs\n")
+    documents = ["a fox", "the lazy dog", "liquor jugs"]
+    model = library.load(folder, device="cpu")
+    for options in ({}, {"instruction": "prefer drinks"}):
+        given = [part for name, value in options.items() for part in (f"--{name}", value)]
+        row = bytetx("rerank", "docs.txt", "-q", "a drink", "-m", folder, *given).rows[0]
+        hits = model.rerank("a drink", documents, **options)
+        assert [hit["index"] for hit in row["hits"]] == [hit.index for hit in hits]
+        assert [hit["score"] for hit in row["hits"]] == pytest.approx([h.score for h in hits])
 
 
 @pytest.mark.feature("Command line", "`bytetx rerank`")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import edit_json, make_tokenizer, write_config
+from checkpoints import edit_json
+from listwise_rerankers import MARKS, POSITIONS, save_reranker
 from safetensors.torch import load_file, save_file
-from tiny_decoders import tiny_decoder
 from torch import nn
 
 import bytetx
@@ -19,7 +19,6 @@ from bytetx import AsyncModel
 from bytetx.errors import CheckpointError, InputError, TooLongError
 from bytetx.tasks import listwise_rerank
 
-MARKS = ["<|embed_token|>", "<|rerank_token|>"]
 QUERY = "which animal is quick"
 DOCUMENTS = [
     "the quick brown fox jumps over the lazy dog",
@@ -29,7 +28,6 @@ DOCUMENTS = [
     "pack my box with five dozen liquor jugs " * 6,
     "sphinx of black quartz, judge my vow",
 ]
-POSITIONS = 12288
 VERSIONS = ["v3", "v3.5"]
 _SYSTEM = (
     "You are a search relevance expert who can determine a ranking of the passages based on how "
@@ -38,31 +36,6 @@ _SYSTEM = (
     "assess how well each passage satisfies the intent. If an instruction is provided, you should "
     "follow the instruction when determining the ranking."
 )
-
-
-def save_reranker(folder: Path, version: str) -> Path:
-    """A random checkpoint in the layout of jinaai/jina-reranker-v3 and -v3.5."""
-    tokenizer = make_tokenizer("bpe", max_tokens=POSITIONS)
-    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
-    tokenizer.backend_tokenizer.post_processor = None
-    windows = {}
-    if version == "v3.5":
-        kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-        windows = {"layer_types": kinds, "sliding_window": 64, "use_sliding_window": True}
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": POSITIONS}
-    model = tiny_decoder("qwen3", "Model", **sizes, **windows)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    hidden, generator = model.config.hidden_size, torch.Generator().manual_seed(3)
-    saved = {f"model.{name.removeprefix('model.')}": tensor for name, tensor in tensors.items()}
-    saved["projector.0.weight"] = torch.randn(hidden // 2, hidden, generator=generator) * 0.2
-    saved["projector.2.weight"] = torch.randn(512, hidden // 2, generator=generator) * 0.2
-    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
-    given = model.config.to_dict()
-    code = {"AutoModel": "modeling.JinaForRanking"}
-    write_config(folder, given | {"architectures": ["JinaForRanking"], "auto_map": code})
-    return folder
 
 
 class Reference:
@@ -193,6 +166,17 @@ def test_a_window_that_the_documents_exceed(saved: tuple[Path, Reference], tmp_p
     wanted = saved[1].scores(QUERY, documents, window=window)
     assert saved[1].num_blocks > 1
     np.testing.assert_allclose(in_order(hits), wanted, atol=1e-4)
+
+
+def test_no_prompt_exceeds_the_window(saved: tuple[Path, Reference], tmp_path: Path) -> None:
+    """Where the passages' own frames are longer than they are, which the authors do not count."""
+    folder = shutil.copytree(saved[0], tmp_path / "narrow")
+    window = saved[1].limits[1] + 100
+    edit_json(folder / "config.json", max_position_embeddings=window)
+    edit_json(folder / "tokenizer_config.json", model_max_length=window)
+    documents = ["a fox"] * 124 + ["the lazy dog " * 90]
+    hits = bytetx.load(folder, device="cpu").rerank(QUERY, documents)
+    assert len(hits) == 125 and np.isfinite(in_order(hits)).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
