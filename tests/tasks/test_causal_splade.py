@@ -52,7 +52,7 @@ def ours(folder: Path, **options: object) -> np.ndarray:
     return model.embed_sparse(INPUTS, **options).to_scipy().toarray()
 
 
-@pytest.mark.feature("Tasks", "`embed_sparse`: SPLADE and other sparse encoders")
+@pytest.mark.feature("Tasks", "`embed_sparse` by causal trunks (SPLADE)")
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mistral", "opt-post", "gptj"])
 def test_weights_are_those_of_sparse_encoder(name: str, is_causal: bool, tmp_path: Path) -> None:
