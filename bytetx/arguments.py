@@ -14,6 +14,7 @@ DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
+KV_CACHE_DTYPES = ("auto", "fp8")
 MAX_DRAFT = 32  # tokens of a draft; of longer ones the ends are wrong too often
 
 
@@ -61,6 +62,15 @@ def check_draft_size(num_speculative_tokens: object) -> None:
         raise OptionError(
             f"num_speculative_tokens must be an integer from 0, which drafts none, to {MAX_DRAFT}, "
             f"got {shown(given)}"
+        )
+
+
+def check_kv_cache_dtype(kv_cache_dtype: object) -> None:
+    """OptionError unless it is one of KV_CACHE_DTYPES."""
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise OptionError(
+            "kv_cache_dtype must be auto, the model's dtype, or fp8, E4M3 with a scale for each "
+            f"vector, got {shown(kv_cache_dtype)}"
         )
 
 

@@ -3,8 +3,10 @@
 from typing import Any
 
 from bytetx.checkpoint.names import checkpoint_name, checkpoint_path
+from bytetx.nn.coded_cache import has_coded_cache
 from bytetx.nn.held_memory import weights_bytes
 from bytetx.nn.loading import LoadedCheckpoint
+from bytetx.ops.kv_codes import MAX_RELATIVE_ERROR
 from bytetx.ops.native import tile_rows
 
 
@@ -16,7 +18,8 @@ def checkpoint_info(
     weights_formats are the bytes in the files by format, such as F32 or Q4_K, and weights_bits what
     a parameter has of them; held_bytes are those of all weights in this process's memory.
     max_tokens: of one text.  token_budget: tokens of one forward pass.  prefix_cache_bytes: of
-    prefixes that are kept.
+    prefixes that are kept.  kv_cache_max_error: of a number of a key or value that a cache keeps in
+    fewer bits than the model's, relative.
     """
     spec, sentence, heads = checkpoint.spec, checkpoint.sentence, checkpoint.heads
     grid = checkpoint.executor.grid
@@ -50,6 +53,8 @@ def checkpoint_info(
         "dtype": _dtype_name(checkpoint),
         "device": str(checkpoint.device),
         "batch_invariant": checkpoint.batch_invariant,
+        "kv_cache_dtype": checkpoint.kv_cache_dtype,
+        "kv_cache_max_error": MAX_RELATIVE_ERROR if has_coded_cache(checkpoint) else 0.0,
         "tp": grid.y,
         "grid": str(grid),
         "token_budget": token_budget,

@@ -22,6 +22,7 @@ from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.adapters import Adapters
+from bytetx.nn.coded_cache import with_cache_dtype
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_generation
 from bytetx.parallel.grid import Grid
 from bytetx.runtime.device_memory import default_prefix_cache_bytes
@@ -54,6 +55,7 @@ def load(
     prefix_cache_bytes: int | None = None,
     cuda_graphs: bool = True,
     batch_invariant: bool = False,
+    kv_cache_dtype: str = "auto",
     generation_config: str | Path = "auto",
     families: str | Path | None = None,
     group_timeout: float = DEFAULT_LIMIT_S,
@@ -84,6 +86,8 @@ def load(
     batch_invariant: a text's results have the same bits whatever else is in its batch, found
     prefixes and pieces of prompts included: on CPUs in float32, bfloat16, int8 and int4, on Hopper
     GPUs in half types, which become slower; docs/batch_invariance.md.
+    kv_cache_dtype: of the keys and values that generation keeps: "auto" is the model's dtype; "fp8"
+    is E4M3 with a scale for each token and head, half of bf16's memory (docs/quantization.md).
     generation_config: where generation starts for the parameters that a request leaves unset:
     "auto" is the checkpoint's generation_config.json; "vllm" takes its end-of-text tokens alone, as
     vLLM's option of that name does; "none" does not read it; else the path of such a file.
@@ -110,6 +114,7 @@ def load(
         )
     try:
         checkpoint = load_generation(checkpoint, switch=switch)
+        checkpoint = with_cache_dtype(checkpoint, kv_cache_dtype)
     except BaseException:
         checkpoint.executor.close()
         raise
@@ -250,6 +255,7 @@ class Model(ModelTasks):
             prefix_cache_bytes=self.prefix_cache_bytes,
             cuda_graphs=self.cuda_graphs,
             batch_invariant=checkpoint.batch_invariant,
+            kv_cache_dtype=checkpoint.kv_cache_dtype,
             generation_config=checkpoint.generation.switch,
             families=checkpoint.families,
             adapters=self.adapters,

@@ -25,6 +25,7 @@ from bytetx.ops.triton_kernels import (
     disentangled,
     gemm,
     grouped,
+    kv_codes,
     late_interaction,
     launch,
     low_rank,
@@ -37,7 +38,7 @@ from bytetx.ops.triton_kernels import (
 )
 
 MODULES = (
-    *(attention, disentangled, gemm, grouped, late_interaction, low_rank, norms),
+    *(attention, disentangled, gemm, grouped, kv_codes, late_interaction, low_rank, norms),
     *(padding, paged, rows, sampling, sequences),
 )
 POINTERS = {
@@ -119,11 +120,17 @@ def launch_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, mean_tokens:
         q, k, v, table, table, torch.zeros(999, dtype=torch.int32), bounds, softmax_scale=0.1
     )
     cache = torch.empty(9, 16, max(1, heads // 4), head_dim, dtype=q.dtype)
-    for longest in ((1, 2000), (mean_tokens, 200)):
+    codes = torch.empty(cache.shape, dtype=torch.uint8)
+    scales = torch.empty(9, max(1, heads // 4), 16, dtype=torch.uint8)
+    coded = {"k_scales": scales, "v_scales": scales}
+    for longest, pages, options in (
+        *(((1, 2000), cache, {}), ((1, 2000), codes, coded)),
+        *(((mean_tokens, 200), cache, {}), ((mean_tokens, 200), codes, coded)),
+    ):
         triton_kernels.paged_attention(
             q[: 4 if longest[0] == 1 else None],
-            cache,
-            cache,
+            pages,
+            pages,
             cu_seqlens=ends,
             page_table=ends[None],
             kv_seqlens=ends[:4],
@@ -133,6 +140,7 @@ def launch_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, mean_tokens:
             softcap=0.0,
             alibi_slopes=None,
             out=torch.empty_like(q),
+            **options,
         )
 
 
@@ -181,6 +189,9 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     cos = torch.empty(99, head_dim // 2)
     triton_kernels.rotary(q, cos, cos, ids, is_interleaved=False)
     triton_kernels.write_kv(q, q, q, q, ids)
+    codes = torch.empty(9, 16, *q.shape[1:], dtype=torch.uint8)
+    scales = torch.empty(9, q.shape[1], 16, dtype=torch.uint8)
+    triton_kernels.write_codes(q, q, codes, codes, ids, scales, scales)
     triton_kernels.pool(x, ends, mode="mean", first_tokens=None, normalize=False)
     tiles = triton_kernels.tiles_of(*[ends.numpy().astype(int)] * 2, dtype, ends.device)
     triton_kernels.maxsim(q[:, 0].contiguous(), k[:, 0].contiguous(), tiles)

@@ -1,4 +1,7 @@
-"""A paged cache for tests: random pages in random order, NaN wherever no key of the step lies."""
+"""A paged cache for tests: random pages in random order, NaN wherever no key of the step lies.
+
+With codes the cache is FP8, and the truth is what its codes stand for.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bytetx.ops.kv_codes import NAN_SCALE, quantize_kv, restore_kv
 from bytetx.ops.paged import paged_attention, write_kv
 from bytetx.packed import Past
+
+_NAN_CODE = 0x7F
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,8 @@ class Step:
     k_cache: Tensor
     v_cache: Tensor
     past: Past
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -38,6 +46,8 @@ class Step:
             "kv_seqlens": self.past.kv_seqlens,
             "max_seqlen": max(self.seqlens),
             "max_kv_seqlen": self.past.max_kv_seqlen,
+            "k_scales": self.k_scales,
+            "v_scales": self.v_scales,
         }
 
 
@@ -51,19 +61,24 @@ def make_step(
     page_size: int = 16,
     window: int = 0,
     given_back: bool = False,
+    has_codes: bool = False,
 ) -> Step:
     """lengths: (new tokens, keys with them) of each sequence.
 
     given_back: pages that lie wholly before the window are -1 in the table.
+    has_codes: the cache is FP8; q has the dtype.
     """
     seqlens, kv_seqlens = (np.array(n, dtype=np.int32) for n in zip(*lengths, strict=True))
     num_pages = [-(-int(n) // page_size) for n in kv_seqlens]
     free = torch.randperm(sum(num_pages) + 3).tolist()
     pages = [[free.pop() for _ in range(n)] for n in num_pages]
     past = pack_past(pages, kv_seqlens, seqlens, page_size=page_size)
-    cache = torch.full(
-        (2, sum(num_pages) + 3, page_size, num_kv_heads, head_dim), torch.nan, dtype=dtype
-    )
+    shape = (2, sum(num_pages) + 3, page_size, num_kv_heads, head_dim)
+    cache, scales = torch.full(shape, torch.nan, dtype=dtype), (None, None)
+    if has_codes:
+        cache = torch.full(shape, _NAN_CODE, dtype=torch.uint8)
+        sizes = (shape[1], num_kv_heads, page_size)
+        scales = torch.full((2, *sizes), NAN_SCALE, dtype=torch.uint8).unbind()
     keys, values = [], []
     for own, new, total in zip(pages, seqlens.tolist(), kv_seqlens.tolist(), strict=True):
         first = max(0, total - new - window + 1) if window else 0
@@ -71,15 +86,15 @@ def make_step(
         slots = torch.tensor(own).repeat_interleave(page_size)[:total] * page_size
         slots = (slots + torch.arange(total) % page_size).int()
         slots[: first // page_size * page_size] = -1
-        write_kv(k, v, cache[0], cache[1], slots)
+        write_kv(k, v, cache[0], cache[1], slots, *scales)
         if given_back:
             own[: first // page_size] = [-1] * (first // page_size)
-        keys.append(k)
-        values.append(v)
+        keys.append(restore_kv(*quantize_kv(k)) if has_codes else k)
+        values.append(restore_kv(*quantize_kv(v)) if has_codes else v)
     past = pack_past(pages, kv_seqlens, seqlens, page_size=page_size)
     q = torch.randn(int(seqlens.sum()), num_heads, head_dim).to(dtype)
     sequences = (tuple(keys), tuple(values), tuple(seqlens.tolist()))
-    return Step(q, *sequences, cache[0], cache[1], past)
+    return Step(q, *sequences, cache[0], cache[1], past, *scales)
 
 
 def attend_exactly(

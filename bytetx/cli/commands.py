@@ -17,6 +17,7 @@ from bytetx.cli.files.options import (
     DTYPE_HELP,
     FAMILIES_HELP,
     GENERATION_CONFIG_HELP,
+    KV_CACHE_DTYPE_HELP,
     JobOptions,
     with_job_options,
 )
@@ -517,6 +518,9 @@ def generate(
         int | None,
         typer.Option(min=1, help="KV cache in tokens; by default what fits the memory."),
     ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(metavar="auto|fp8", help=KV_CACHE_DTYPE_HELP)
+    ] = "auto",
     num_speculative_tokens: Annotated[
         int,
         typer.Option(
@@ -557,6 +561,7 @@ def generate(
             params,
             engine,
             generation_config=generation_config,
+            kv_cache_dtype=kv_cache_dtype,
             template_kwargs=template_kwargs,
         )
     except InputError as error:  # SamplingParams names the parameter and its range
@@ -631,6 +636,7 @@ def info(
     revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Never ask the hub.")] = False,
     families: Annotated[str | None, typer.Option(help=FAMILIES_HELP)] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help=KV_CACHE_DTYPE_HELP)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
     """The kernels of each operation on this machine, and a checkpoint's sizes and heads."""
@@ -646,7 +652,9 @@ def info(
         from bytetx.model import load
 
         folder = resolve_checkpoint(model, revision=revision, local_files_only=offline)
-        loaded = load(folder, device=device, dtype=dtype, families=families)
+        loaded = load(
+            folder, device=device, dtype=dtype, families=families, kv_cache_dtype=kv_cache_dtype
+        )
         report["checkpoint"] = checkpoint_report(loaded)
     if as_json:
         print(json.dumps(report, indent=2))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bytetx.cli.files.options import FAMILIES_HELP
+from bytetx.cli.files.options import FAMILIES_HELP, KV_CACHE_DTYPE_HELP
 from bytetx.errors import InputError, OptionError
 
 _PLAIN = "axonn2024"
@@ -32,6 +32,7 @@ def plan(
     memory_gib: Annotated[float | None, typer.Option(help="Of a GPU; the machine's.")] = None,
     goal: Annotated[str, typer.Option(help="latency, throughput or memory.")] = "throughput",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    kv_cache_dtype: Annotated[str, typer.Option(help=KV_CACHE_DTYPE_HELP)] = "auto",
     families: Annotated[str | None, typer.Option(help=FAMILIES_HELP)] = None,
     top: Annotated[int, typer.Option(min=1, help="Grids that are shown.")] = 10,
     explain: Annotated[
@@ -95,6 +96,7 @@ def plan(
         memory_gib=memory_gib,
         goal=goal,  # type: ignore[arg-type]  # plan checks it
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         families=families,
     )
     if explain is not None and as_json:

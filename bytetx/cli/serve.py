@@ -7,7 +7,13 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from bytetx.cli.files.options import DTYPE_HELP, FAMILIES_HELP, GENERATION_CONFIG_HELP, MAX_THREADS
+from bytetx.cli.files.options import (
+    DTYPE_HELP,
+    FAMILIES_HELP,
+    GENERATION_CONFIG_HELP,
+    KV_CACHE_DTYPE_HELP,
+    MAX_THREADS,
+)
 from bytetx.errors import OptionError
 from bytetx.serve.settings import ServeSettings, model_sources
 
@@ -110,6 +116,7 @@ _FLAGS = {
             setting="ignores_unknown_fields",
         ),
         "kv_cache_tokens": _Flag("KV cache of generation, in tokens."),
+        "kv_cache_dtype": _Flag(KV_CACHE_DTYPE_HELP),
         "max_num_seqs": _Flag("Sequences that are generated at a time."),
         "num_speculative_tokens": _Flag(
             "Tokens of a step that are drafted from the text so far and checked; 0: none."

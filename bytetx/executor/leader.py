@@ -351,7 +351,7 @@ class GroupExecutor(Executor):
         cache_id = self._cache_ids[id(owner)] = self._num_caches
         self._num_caches += 1
         weakref.finalize(owner, _forget, self._cache_ids, id(owner), self._dropped).atexit = False
-        self.send(NewCache(cache_id, cache.num_pages, cache.page_size))
+        self.send(NewCache(cache_id, cache.num_pages, cache.page_size, cache.has_codes))
         return cache_id
 
 

@@ -52,11 +52,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class NewCache:
-    """Make a paged cache of this rank's heads."""
+    """Make a paged cache of this rank's heads.  has_codes: as of allocate_cache."""
 
     cache_id: int
     num_pages: int
     page_size: int
+    has_codes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,7 @@ _TAGS = {kind: tag for tag, kind in enumerate(_KINDS)}
 _FORMS = {
     Join: _MessageForm(_write_join, _read_join),
     Load: _MessageForm(_write_load, _read_load),
-    NewCache: _flat_form(_TAGS[NewCache], NewCache, "QQI"),
+    NewCache: _flat_form(_TAGS[NewCache], NewCache, "QQI?"),
     DropCache: _flat_form(_TAGS[DropCache], DropCache, "Q"),
     Logits: _MessageForm(_write_logits, _read_logits),
     Decode: _flat_form(_TAGS[Decode], Decode, "QII??"),

@@ -243,6 +243,7 @@ class _RankWorker:
             num_kv_heads=self._transformer.blocks.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=self._dtype,
+            has_codes=message.has_codes,
             device=self._group.device,
         )
 

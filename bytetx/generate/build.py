@@ -20,6 +20,7 @@ from bytetx.generate.output_processor import (
 )
 from bytetx.generate.scheduler import Scheduler
 from bytetx.nn.batch_invariance import check_invariant_generation
+from bytetx.nn.coded_cache import has_coded_cache
 from bytetx.nn.heads import LmHead
 from bytetx.nn.held_memory import parts_of, weights_bytes
 from bytetx.nn.kv_cache import KvCache, allocate_cache, page_bytes
@@ -124,6 +125,7 @@ def generation_sizes(
         num_kv_heads=checkpoint.transformer.blocks.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=checkpoint.dtype,
+        has_codes=has_coded_cache(checkpoint),
     )
     if kv_cache_tokens is None:
         wanted = max_num_seqs * min(spec.max_positions, _TYPICAL_TOKENS)
@@ -237,6 +239,7 @@ def _allocate(sizes: GenerationSizes, checkpoint: LoadedCheckpoint) -> KvCache:
             num_kv_heads=checkpoint.transformer.blocks.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=checkpoint.dtype,
+            has_codes=has_coded_cache(checkpoint),
             device=checkpoint.device,
         )
     except (MemoryError, RuntimeError) as error:

@@ -59,7 +59,7 @@ class CudaSteps:
         self._last_tokens = last_tokens
         self._ring = PinnedRing()
         self._graphs: GraphCache | None = None
-        self._captures_adapters = captures_low_rank(device, cache.layers[0].k_cache.dtype)
+        self._captures_adapters = captures_low_rank(device, transformer.embeddings.word.dtype)
         self._one_sequence = OneSequence.of(transformer, cache)
         # The other ranks of a tensor-parallel group run bucketed decode steps, but no mixed ones.
         self._runs_mixed = self.is_capturable and not executor.has_workers
@@ -180,11 +180,12 @@ class CudaSteps:
         layer = self._cache.layers[0]
         num_kv_heads, head_dim = layer.k_cache.shape[2:]
         has_kernel = launches_by_sizes(
-            layer.k_cache.dtype,
+            self._transformer.embeddings.word.dtype,
             num_heads=num_kv_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_seqlen=2,
+            has_codes=self._cache.has_codes,
             device=layer.k_cache.device,
         )
         return self._transformer.captures_decode_steps and has_kernel

@@ -83,6 +83,7 @@ def step_weights(transformer: Transformer, cache: KvCache) -> CpuStepWeights | N
         spec.num_kv_heads,
         spec.head_dim,
         page_size=cache.page_size,
+        has_codes=cache.has_codes,
     )
     if PAGED_ATTENTION.choose(word.device, calls).name != "native":
         return None

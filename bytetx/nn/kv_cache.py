@@ -11,10 +11,21 @@ _ALIGNMENT = 64  # bytes, of a row of pages on a CPU: a line of its cache
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's pages: k_cache, v_cache [num_pages, page_size, num_kv_heads, head_dim]."""
+    """One layer's pages: k_cache, v_cache [num_pages, page_size, num_kv_heads, head_dim].
+
+    k_scales, v_scales: uint8 [num_pages, num_kv_heads, page_size], of a cache of E4M3 codes
+    (ops/kv_codes.py), which are uint8; None where the cache has the model's dtype.
+    """
 
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.k_cache, self.v_cache, self.k_scales, self.v_scales)
+        return sum(t.nbytes for t in tensors if t is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +49,29 @@ class KvCache:
     @property
     def num_bytes(self) -> int:
         """Memory of all pages of all layers."""
-        return sum(t.nbytes for layer in self.layers for t in (layer.k_cache, layer.v_cache))
+        return sum(layer.num_bytes for layer in self.layers)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether keys and values are FP8."""
+        return self.layers[0].k_scales is not None
 
 
 def page_bytes(
-    *, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    *,
+    num_layers: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    has_codes: bool = False,
 ) -> int:
-    """Bytes that one page takes in all layers, keys and values together."""
-    return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+    """Bytes that one page takes in all layers, keys and values together.
+
+    has_codes: as of allocate_cache.
+    """
+    vector = head_dim + 1 if has_codes else head_dim * dtype.itemsize
+    return 2 * num_layers * page_size * num_kv_heads * vector
 
 
 def allocate_cache(
@@ -56,6 +82,7 @@ def allocate_cache(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    has_codes: bool = False,
     device: torch.device | str = "cpu",
 ) -> KvCache:
     """A cache of num_pages pages a layer, of zeros.
@@ -64,7 +91,8 @@ def allocate_cache(
     weights of 0, and compute a row again, slower, where it is inf or NaN, as memory may be that
     nobody has written.
 
-    page_size: tokens, a power of two.  Raises ValueError where a size is not one.
+    page_size: tokens, a power of two.  has_codes: keys and values are FP8, not of dtype.
+    Raises ValueError where a size is not one.
     """
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"page_size must be a power of two, got {page_size}")
@@ -77,9 +105,8 @@ def allocate_cache(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-    shape = (num_pages, page_size, num_kv_heads, head_dim)
 
-    def pages() -> torch.Tensor:
+    def pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if torch.device(device).type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         # The system's own zeros: memory that no token was written to is not taken.
@@ -88,4 +115,12 @@ def allocate_cache(
         start = -memory.ctypes.data % _ALIGNMENT
         return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
-    return KvCache(tuple(LayerCache(pages(), pages()) for _ in range(num_layers)))
+    def layer() -> LayerCache:
+        shape = (num_pages, page_size, num_kv_heads, head_dim)
+        if not has_codes:
+            return LayerCache(pages(shape, dtype), pages(shape, dtype))
+        scales = (num_pages, num_kv_heads, page_size)
+        sizes = (shape, shape, scales, scales)
+        return LayerCache(*(pages(size, torch.uint8) for size in sizes))
+
+    return KvCache(tuple(layer() for _ in range(num_layers)))

@@ -341,6 +341,7 @@ class Layers:
                 is_aligned=is_aligned,
                 has_scale=has_scale,
                 has_work=has_work,
+                has_codes=cache.has_codes,
             )
             return PAGED_ATTENTION.choose(device, paged).run, self._plan(batch, window)
         has_bias = self.relative_bias is not None
@@ -460,6 +461,8 @@ class Layers:
                 kv_seqlens=past.kv_seqlens,
                 max_kv_seqlen=past.max_kv_seqlen,
                 alibi_slopes=self.alibi_slopes,
+                k_scales=cache.k_scales,
+                v_scales=cache.v_scales,
                 batch_invariant=self.batch_invariant,
                 # The kernel right before this one is _write_kv's, which waits for those before it.
                 early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,
@@ -528,13 +531,14 @@ class Layers:
     ) -> torch.Tensor:
         """q after its norm and rotation; writes k, after the same, and v into their pages."""
         assert step.batch.past is not None  # _check has seen to it
-        slots = step.batch.past.slot_mapping
+        slots, has_codes = step.batch.past.slot_mapping, cache.k_scales is not None
         rotation = self._rotations[i]
         if rotation is None:
             q, k = self._rotate(q, k, layer, i, step)
-            WRITE_KV.choose(k.device).run(k, v, cache.k_cache, cache.v_cache, slots)
+            pages = (cache.k_cache, cache.v_cache, slots, cache.k_scales, cache.v_scales)
+            WRITE_KV.choose(k.device, has_codes).run(k, v, *pages)
             return q
-        rotated: torch.Tensor = ROTARY_WRITE_KV.choose(q.device).run(
+        rotated: torch.Tensor = ROTARY_WRITE_KV.choose(q.device, has_codes).run(
             q,
             k,
             v,
@@ -546,6 +550,8 @@ class Layers:
             q_norm=self._head_weight(layer.q_norm),
             k_norm=self._head_weight(layer.k_norm),
             eps=self.spec.norm_eps,
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
         )
         return rotated
 

@@ -86,7 +86,7 @@ class LoadedCheckpoint:
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
     the whole model where ranks share it.  saved_formats: bytes in the files by format.
-    batch_invariant: see nn/batch_invariance.py.
+    batch_invariant: see nn/batch_invariance.py.  kv_cache_dtype: see nn/coded_cache.py.
     families: the folder of the caller's own families.
     """
 
@@ -118,6 +118,7 @@ class LoadedCheckpoint:
     batch_invariant: bool = False
     families: Path | None = None
     generation: GenerationDefaults = GenerationDefaults()
+    kv_cache_dtype: str = "auto"
     executor: Executor = field(default_factory=Executor)
 
 

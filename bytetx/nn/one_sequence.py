@@ -57,7 +57,8 @@ def step_weights(transformer: Transformer, cache: KvCache) -> StepWeights | None
     """The model's weights and pages as the kernel takes them; None where its layers do more.
 
     It has pre-norm layers with RMS norms and a SiLU gate, without biases but qkv's, windows or
-    experts, whose heads turn by one rotary table; all weights in this process.
+    experts, whose heads turn by one rotary table; all weights in this process, and pages of their
+    dtype.
     """
     spec, layers = transformer.spec, transformer.layers
     layer_spec, numbers = layers.layer_spec, range(spec.num_layers)
@@ -73,6 +74,7 @@ def step_weights(transformer: Transformer, cache: KvCache) -> StepWeights | None
         and not any(layer_spec.window_of(i) for i in numbers)
         and layers.relative_bias is None
         and spec.experts is None
+        and not cache.has_codes
     )
     is_local = (
         type(layers.blocks) is LocalBlocks

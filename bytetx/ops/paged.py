@@ -35,7 +35,7 @@ class PagedCalls(NamedTuple):
 
     decodes: whether no sequence has more than one row.  is_aligned: whether rows and pages start at
     multiples of 16 bytes.  has_scale: whether softmax_scale is above 0.  has_work: whether there is
-    a row and a sequence.
+    a row and a sequence.  has_codes: whether pages hold E4M3 codes and scales.
     """
 
     dtype: torch.dtype
@@ -47,11 +47,13 @@ class PagedCalls(NamedTuple):
     is_aligned: bool = True
     has_scale: bool = True
     has_work: bool = True
+    has_codes: bool = False
 
 
 # run takes what paged_attention does, checked, with every option given.
 PAGED_ATTENTION = Operation("paged_attention")
-# Shape class: none.  run(k, v, k_cache, v_cache, slot_mapping) as of write_kv.
+# Shape class: whether the cache has codes.  run(k, v, k_cache, v_cache, slot_mapping, k_scales,
+# v_scales) as of write_kv.
 WRITE_KV = Operation("write_kv")
 
 
@@ -69,6 +71,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     plan: PagedPlan | None = None,
     batch_invariant: bool = False,
     early_read: EarlyRead = EarlyRead.NOTHING,
@@ -87,6 +91,8 @@ def paged_attention(
     softcap: scaled scores s become softcap * tanh(s / softcap), before slopes and mask; 0: they
     stay.  alibi_slopes: f32 [num_heads]; a head's score of a row and a key gets -slope times the
     tokens that the key lies before the row.
+    k_scales, v_scales: uint8 [num_pages, num_kv_heads, page_size] where k_cache and v_cache are
+    E4M3 codes, uint8 (ops/kv_codes.py); a number that is not finite in a vector is in all of it.
     plan: plan_paged_attention's for this step, made once for all layers; where None and a kernel
     wants one, the call makes its own.  On a GPU's kernels cu_seqlens may end before total_tokens:
     rows past its end are padding, and are not written.  max_seqlen and max_kv_seqlen may be larger
@@ -99,7 +105,9 @@ def paged_attention(
     Raises ValueError on shape, dtype or device mismatch.
     Source: paged keys as in PagedAttention (arXiv 2309.06180), section 4.
     """
-    _check_cache(k_cache, v_cache, q.shape[2], like=q)
+    check_cache(k_cache, v_cache, q.shape[2], like=q, scales=(k_scales, v_scales))
+    if k_scales is not None and batch_invariant:
+        raise ValueError("batch_invariant does not go with a cache of E4M3 codes")
     _check(q, k_cache, cu_seqlens, page_table, kv_seqlens)
     _check_sizes(page_table, max_kv_seqlen, page_size=k_cache.shape[1], window=window)
     require_softcap(softcap)
@@ -123,6 +131,8 @@ def paged_attention(
             window=window,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            k_scales=k_scales,
+            v_scales=v_scales,
         )
         return attended if out is None else out.copy_(attended)
     calls = PagedCalls(
@@ -135,6 +145,7 @@ def paged_attention(
         is_aligned=all(map(is_aligned, (q, k_cache, v_cache))) and q.stride(0) * 2 % 16 == 0,
         has_scale=softmax_scale > 0,
         has_work=q.shape[0] > 0 and kv_seqlens.shape[0] > 0,
+        has_codes=k_scales is not None,
     )
     rows: Tensor = PAGED_ATTENTION.choose(q.device, calls).run(
         q,
@@ -149,6 +160,8 @@ def paged_attention(
         window=window,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        k_scales=k_scales,
+        v_scales=v_scales,
         plan=plan,
         batch_invariant=batch_invariant,
         early_read=early_read,
@@ -157,31 +170,44 @@ def paged_attention(
     return rows
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
     """Copies each token's key and value into its slot of the cache.
 
     k, v: [total_tokens, num_kv_heads, head_dim], heads and features contiguous in each row.
     k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim] in their dtype, contiguous.
     slot_mapping: int32 [total_tokens], page * page_size + offset, no slot twice; -1 writes nothing.
+    k_scales, v_scales: as paged_attention's; each vector is rounded to codes on its own.
     Raises ValueError on shape, dtype or device mismatch, and on a CPU where a slot is no slot.
     """
     require_heads("k", k)
     require_heads("v", v)
     require_tensor("v", v, shape=tuple(k.shape), dtypes=(k.dtype,), device=k.device)
-    _check_cache(k_cache, v_cache, k.shape[2], like=k)
-    if k.shape[1] != k_cache.shape[2]:
-        raise ValueError(f"k must have the cache's {k_cache.shape[2]} heads, got {k.shape[1]}")
-    require_tensor("slot_mapping", slot_mapping, shape=k.shape[:1], dtypes=_INT32, device=k.device)
-    require_contiguous("slot_mapping", slot_mapping)
+    check_cache(k_cache, v_cache, k.shape[2], like=k, scales=(k_scales, v_scales))
+    check_slots(k, k_cache, slot_mapping)
     if torch.compiler.is_compiling():
-        torch.ops.bytetx.write_kv(k, v, k_cache, v_cache, slot_mapping)
+        torch.ops.bytetx.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
         return
-    WRITE_KV.choose(k.device).run(k, v, k_cache, v_cache, slot_mapping)
+    run = WRITE_KV.choose(k.device, k_scales is not None).run
+    run(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
 
 
-@WRITE_KV.native_kernel()
+@WRITE_KV.native_kernel(takes=lambda device, has_codes: not has_codes)
 def _write_by_kernel(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
 ) -> None:
     native.require_kernel("write_kv", k.device)(
         k=k,
@@ -199,16 +225,32 @@ def _write_by_kernel(
     )
 
 
-@WRITE_KV.triton_kernel()
+@WRITE_KV.triton_kernel(beside="")
 def _write_by_triton(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
 ) -> None:
-    triton_backend.kernels(k.device).write_kv(k, v, k_cache, v_cache, slot_mapping)
+    kernels = triton_backend.kernels(k.device)
+    if k_scales is None or v_scales is None:
+        kernels.write_kv(k, v, k_cache, v_cache, slot_mapping)
+    else:
+        kernels.write_codes(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
 
 
 @WRITE_KV.in_torch()
 def _write_in_torch(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
 ) -> None:
     if not k.is_cuda and slot_mapping.numel() > 0:
         num_slots = k_cache.shape[0] * k_cache.shape[1]
@@ -218,13 +260,14 @@ def _write_in_torch(
                 f"slot_mapping must be in [-1, {num_slots}), the slots of the cache, "
                 f"got {low} to {high}"
             )
-    reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
+    reference.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
 
 
 def _takes_plan(device: torch.device, calls: PagedCalls) -> bool:
     heads = (calls.num_heads, calls.num_kv_heads, calls.head_dim)
     fits = calls.dtype in HALF_DTYPES and fits_kernel(*heads, 1 if calls.decodes else 2)
-    return fits and calls.is_aligned and calls.has_scale and calls.has_work
+    has_kernel = fits and not calls.has_codes
+    return has_kernel and calls.is_aligned and calls.has_scale and calls.has_work
 
 
 @PAGED_ATTENTION.native_kernel("cuda", kernel="planned_paged_attention", takes=_takes_plan)
@@ -239,6 +282,8 @@ def _run_planned(
     max_seqlen: int,
     max_kv_seqlen: int,
     window: int,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
     plan: PagedPlan | None,
     batch_invariant: bool,
     **options: Any,
@@ -250,7 +295,8 @@ def _run_planned(
 
 # Heads of more than 128 features and f32 have no native kernel on a GPU.
 @PAGED_ATTENTION.triton_kernel(
-    beside="", takes=lambda device, calls: calls.has_work and calls.head_dim > 0
+    beside="",
+    takes=lambda device, calls: calls.has_work and calls.head_dim > 0,
 )
 def _run_triton(
     q: Tensor,
@@ -333,6 +379,7 @@ def _check_plan(
 
 def _takes_kernel(device: torch.device, calls: PagedCalls) -> bool:
     is_native = calls.dtype in (torch.float32, torch.bfloat16) and calls.head_dim > 0
+    is_native &= not calls.has_codes
     fits = calls.page_size >= 2 and calls.num_heads <= _MAX_GROUP * calls.num_kv_heads
     return is_native and fits
 
@@ -355,6 +402,8 @@ def run_kernel(
     isa: str = "auto",
     max_seqlen: int = 0,
     max_kv_seqlen: int = 0,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     plan: PagedPlan | None = None,
     early_read: EarlyRead = EarlyRead.NOTHING,
 ) -> Tensor:
@@ -467,8 +516,25 @@ def _check_slopes(alibi_slopes: Tensor, q: Tensor) -> None:
     require_contiguous("alibi_slopes", alibi_slopes)
 
 
-def _check_cache(k_cache: Tensor, v_cache: Tensor, head_dim: int, *, like: Tensor) -> None:
-    dtypes, device = (like.dtype,), like.device
+def check_slots(k: Tensor, k_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Raises ValueError unless each row of k has a slot, and as many heads as the checked cache."""
+    if k.shape[1] != k_cache.shape[2]:
+        raise ValueError(f"k must have the cache's {k_cache.shape[2]} heads, got {k.shape[1]}")
+    require_tensor("slot_mapping", slot_mapping, shape=k.shape[:1], dtypes=_INT32, device=k.device)
+    require_contiguous("slot_mapping", slot_mapping)
+
+
+def check_cache(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    head_dim: int,
+    *,
+    like: Tensor,
+    scales: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Raises ValueError unless these are pages of heads of like's dtype, or codes with scales."""
+    has_codes = scales[0] is not None or scales[1] is not None
+    dtypes, device = ((torch.uint8,) if has_codes else (like.dtype,)), like.device
     shape = (None, None, None, head_dim)
     require_tensor("k_cache", k_cache, shape=shape, dtypes=dtypes, device=device)
     require_tensor("v_cache", v_cache, shape=k_cache.shape, dtypes=dtypes, device=device)
@@ -477,6 +543,11 @@ def _check_cache(k_cache: Tensor, v_cache: Tensor, head_dim: int, *, like: Tenso
     page_size = k_cache.shape[1]
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"k_cache must have pages of a power of two tokens, got {page_size}")
+    if has_codes:
+        shape = (k_cache.shape[0], k_cache.shape[2], page_size)
+        for name, t in zip(("k_scales", "v_scales"), scales, strict=True):
+            require_tensor(name, t, shape=shape, dtypes=dtypes, device=device)
+            require_contiguous(name, t)  # type: ignore[arg-type]  # it is a tensor
 
 
 native.register(
@@ -484,4 +555,8 @@ native.register(
     without=["plan", "batch_invariant", "early_read", "out"],
     fake=lambda q, *_, **__: q.new_empty(q.shape),
 )
-native.register(write_kv, mutates=["k_cache", "v_cache"], fake=lambda *_, **__: None)
+native.register(
+    write_kv,
+    mutates=["k_cache", "v_cache", "k_scales", "v_scales"],
+    fake=lambda *_, **__: None,
+)

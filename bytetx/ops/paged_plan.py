@@ -122,9 +122,11 @@ def launches_by_sizes(
     head_dim: int,
     max_seqlen: int,
     device: torch.device,
+    has_codes: bool = False,
 ) -> bool:
     """Whether no launch of paged_attention depends on the lengths, as a captured graph needs."""
     fits = dtype in HALF_DTYPES and fits_kernel(num_heads, num_kv_heads, head_dim, max_seqlen)
+    fits &= not has_codes
     return (fits and has_paged_kernel(device)) or why_no_triton(device) is None
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytetx.ops.kv_codes import quantize_kv, restore_kv
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.sequence_tree import SequenceTree
 
@@ -224,6 +225,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention against keys in pages, one sequence at a time; see ops.paged.
 
@@ -248,8 +251,8 @@ def paged_attention(
         if not q.is_cuda and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
             raise ValueError(f"page_table[{i}] must name pages below {k_cache.shape[0]}")
         k, v = (
-            cache.flatten(0, 1)[slots].float().repeat_interleave(group, dim=1).transpose(0, 1)
-            for cache in (k_cache, v_cache)
+            _rows_of(cache, scales, slots).repeat_interleave(group, dim=1).transpose(0, 1)
+            for cache, scales in ((k_cache, k_scales), (v_cache, v_scales))
         )  # [num_heads, keys, head_dim]
         distance = at[None, :] - torch.arange(first_query, num_keys[i], device=q.device)[:, None]
         is_hidden = (distance > 0) | (distance <= -window) if window else distance > 0
@@ -263,12 +266,33 @@ def paged_attention(
     return out
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def _rows_of(cache: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
+    """f32 [slots, num_kv_heads, head_dim] of pages, of codes where there are scales."""
+    rows = cache.flatten(0, 1)[slots]
+    if scales is None:
+        return rows.float()
+    return restore_kv(rows, scales.transpose(1, 2).flatten(0, 1)[slots])
+
+
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
     """Rows of k and v into their slots; synchronises on CUDA to skip those of slot -1."""
     is_kept = slot_mapping >= 0
     slots = slot_mapping[is_kept].long()
-    k_cache.view(-1, *k.shape[1:])[slots] = k[is_kept]
-    v_cache.view(-1, *v.shape[1:])[slots] = v[is_kept]
+    page_size = k_cache.shape[1]
+    for rows, cache, scales in ((k, k_cache, k_scales), (v, v_cache, v_scales)):
+        kept = rows[is_kept]
+        if scales is not None:
+            kept, kept_scales = quantize_kv(kept)
+            scales[slots // page_size, :, slots % page_size] = kept_scales
+        cache.view(-1, *rows.shape[1:])[slots] = kept
 
 
 def rotary(

@@ -7,7 +7,7 @@ from torch import Tensor
 from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.check import require_contiguous, require_heads, require_tensor
 from bytetx.ops.norm import RMS_NORM, rms_norm
-from bytetx.ops.paged import WRITE_KV, write_kv
+from bytetx.ops.paged import WRITE_KV, check_cache, check_slots, write_kv
 from bytetx.ops.registry import Operation
 
 # Shape class: dtype.  run(x, cos, sin, position_ids, *, is_interleaved) as of rotary.
@@ -110,7 +110,8 @@ native.register(rotate, name="rotary", mutates=["x"], fake=lambda *_, **__: None
 
 _FLOAT32, _INT32 = (torch.float32,), (torch.int32,)
 
-# Shape class: none.  run takes what rotary_write_kv does, checked, with every option given.
+# Shape class: whether the cache has codes.  run takes what rotary_write_kv does, checked, with
+# every option given.
 ROTARY_WRITE_KV = Operation("rotary_write_kv")
 
 
@@ -129,12 +130,15 @@ def rotary_write_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """Norms and turns the heads of q and k, writes k and v into the cache; returns the new q.
 
     q: [total_tokens, num_heads, head_dim], k, v: [total_tokens, num_kv_heads, head_dim], f32, bf16
     or f16, heads and features contiguous in each row (views of fused rows are normal).  cos, sin,
-    position_ids, is_interleaved: as rotary's.  k_cache, v_cache, slot_mapping: as write_kv's.
+    position_ids, is_interleaved: as rotary's.  k_cache, v_cache, slot_mapping, k_scales, v_scales:
+    as write_kv's.
     q_norm, k_norm: [head_dim] in q's dtype, weights of an RMS norm of each head that comes first,
     or None for none.  eps: the norm's.
     Returns [total_tokens, num_heads, head_dim]: q itself where one kernel does it all, with f32
@@ -149,12 +153,13 @@ def rotary_write_kv(
             q, k = (_rms_norm(x, w, eps) for x, w in ((q, q_norm), (k, k_norm)))
         rotary(q, cos, sin, position_ids, is_interleaved=is_interleaved)
         rotary(k, cos, sin, position_ids, is_interleaved=is_interleaved)
-        write_kv(k, v, k_cache, v_cache, slot_mapping)
+        write_kv(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
         return q
     _check(q, k, v, cos, sin, position_ids)
-    _check_cache(k, k_cache, v_cache, slot_mapping)
+    check_cache(k_cache, v_cache, k.shape[2], like=k, scales=(k_scales, v_scales))
+    check_slots(k, k_cache, slot_mapping)
     _check_norms(q, q_norm, k_norm)
-    rotated: Tensor = ROTARY_WRITE_KV.choose(q.device).run(
+    rotated: Tensor = ROTARY_WRITE_KV.choose(q.device, k_scales is not None).run(
         q,
         k,
         v,
@@ -168,11 +173,13 @@ def rotary_write_kv(
         q_norm=q_norm,
         k_norm=k_norm,
         eps=eps,
+        k_scales=k_scales,
+        v_scales=v_scales,
     )
     return rotated
 
 
-@ROTARY_WRITE_KV.native_kernel("cuda")
+@ROTARY_WRITE_KV.native_kernel("cuda", takes=lambda device, has_codes: not has_codes)
 def _run_kernel(
     q: Tensor,
     k: Tensor,
@@ -188,6 +195,8 @@ def _run_kernel(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     native.require_kernel("rotary_write_kv", q.device)(
         q=q,
@@ -233,12 +242,15 @@ def _run_in_turn(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    k_scales: Tensor | None,
+    v_scales: Tensor | None,
 ) -> Tensor:
     angles, norms = (cos, sin, position_ids), (q_norm, k_norm)
     q, k = _norm_and_rotate_in_turn(
         q, k, *angles, is_interleaved=is_interleaved, norms=norms, eps=eps
     )
-    WRITE_KV.choose(k.device).run(k, v, k_cache, v_cache, slot_mapping)
+    run = WRITE_KV.choose(k.device, k_scales is not None).run
+    run(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
     return q
 
 
@@ -328,17 +340,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, position_i
         raise ValueError(
             f"cos must have at most head_dim / 2 = {head_dim // 2} columns, got {cos.shape[1]}"
         )
-
-
-def _check_cache(k: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    dtypes, device, num_tokens = (k.dtype,), k.device, k.shape[:1]
-    shape = (None, None, *k.shape[1:])
-    require_tensor("k_cache", k_cache, shape=shape, dtypes=dtypes, device=device)
-    require_tensor("v_cache", v_cache, shape=k_cache.shape, dtypes=dtypes, device=device)
-    require_tensor("slot_mapping", slot_mapping, shape=num_tokens, dtypes=_INT32, device=device)
-    caches = (("k_cache", k_cache), ("v_cache", v_cache), ("slot_mapping", slot_mapping))
-    for name, t in caches:
-        require_contiguous(name, t)
 
 
 def _check_norms(q: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> None:

@@ -29,6 +29,7 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         device=settings.device,
         dtype=settings.dtype,
         batch_invariant=settings.batch_invariant,
+        kv_cache_dtype=settings.kv_cache_dtype,
         tp=settings.tp,
         token_budget=settings.max_batch_tokens,
         prefix_cache_bytes=settings.prefix_cache_bytes,

@@ -69,6 +69,7 @@ class ServeSettings:
     kv_cache_tokens: int | None = None
     max_num_seqs: int | None = None
     num_speculative_tokens: int = 0
+    kv_cache_dtype: str = "auto"
     hostname: str = "127.0.0.1"
     port: int = 8080
     uds_path: Path | None = None

@@ -32,7 +32,7 @@ MESSAGES = [
     Join("cuda", 1 << 40, RowScheme(24, ((64, 32), (0, 16)))),
     Load(Path("/models/größe \udcff"), torch.bfloat16),
     Load(Path("/models/a"), torch.float32, Path("/families/größe \udcff")),
-    NewCache(3, 1 << 33, 16),
+    NewCache(3, 1 << 33, 16, True),
     DropCache(1 << 40),
     Logits("masked_lm", 7),
     Decode(2, 256, 1 << 20, True, False),

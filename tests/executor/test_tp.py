@@ -17,6 +17,7 @@ import bytetx
 from bytetx.executor.control import Workers
 from bytetx.executor.leader import load_on_ranks, start_ranks
 from bytetx.model import Model
+from bytetx.nn.coded_cache import with_cache_dtype
 from bytetx.packed import pack
 from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.tp import TpGroup
@@ -171,6 +172,18 @@ def test_decoders(name: str, ranks: Ranks, tmp_path: Path) -> None:
     if shared.heads.lm is not None:
         for ours, theirs in zip(shared.score(prompts), local.score(prompts), strict=True):
             assert abs(ours.log_likelihood - theirs.log_likelihood) < 1e-3
+
+
+def test_a_cache_in_fp8(ranks: Ranks, tmp_path: Path) -> None:
+    """Each rank rounds its own heads' vectors: the tokens of one process."""
+    folder, prompts = decoder("llama", tmp_path), random_ids([1, 13, 37, 2, 30])
+    shared, local = (
+        Model(with_cache_dtype(m.checkpoint, "fp8"), token_budget=200)
+        for m in (on_ranks(folder, ranks), alone(folder))
+    )
+    options = {"kv_cache_tokens": 96}
+    found, wanted = (m.generate(prompts, GREEDY, **options) for m in (shared, local))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])

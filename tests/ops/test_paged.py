@@ -9,6 +9,7 @@ from paged_steps import Step, assert_exact, make_step, pack_past
 from torch import Tensor
 
 from bytetx.nn.kv_cache import allocate_cache, page_bytes
+from bytetx.ops.kv_codes import quantize_kv
 from bytetx.ops.paged import paged_attention, write_kv
 from bytetx.ops.rotary_kv import rotary
 from bytetx.packed import pack
@@ -34,30 +35,41 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
+@pytest.fixture(params=[False, True], ids=["same", "fp8"])
+def has_codes(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("page_size", [1, 16, 128])
-def test_mixed_steps(group: int, page_size: int, dtype: torch.dtype) -> None:
-    step = make_step(MIXED, dtype=dtype, num_heads=8, num_kv_heads=8 // group, page_size=page_size)
+def test_mixed_steps(group: int, page_size: int, dtype: torch.dtype, has_codes: bool) -> None:
+    heads = {"num_heads": 8, "num_kv_heads": 8 // group}
+    step = make_step(MIXED, dtype=dtype, **heads, page_size=page_size, has_codes=has_codes)
     assert_exact(step.attend(), step)
 
 
 @pytest.mark.parametrize("head_dim", [*range(16, 129, 8), 8, 5, 160, 256])
-def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
-    step = make_step([(1, 50), (7, 20), (1, 3)], dtype=dtype, head_dim=head_dim)
+def test_head_sizes(head_dim: int, dtype: torch.dtype, has_codes: bool) -> None:
+    lengths = [(1, 50), (7, 20), (1, 3)]
+    step = make_step(lengths, dtype=dtype, head_dim=head_dim, has_codes=has_codes)
     assert_exact(step.attend(), step)
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 16, 255, 256, 257, 5000])
 @pytest.mark.parametrize("page_size", [1, 2, 16])
-def test_windows_read_no_page_before_them(window: int, page_size: int, dtype: torch.dtype) -> None:
+def test_windows_read_no_page_before_them(
+    window: int, page_size: int, dtype: torch.dtype, has_codes: bool
+) -> None:
     lengths = [*MIXED, (300, 650)]
     options = {"page_size": page_size, "window": window, "given_back": True}
+    options["has_codes"] = has_codes
     step = make_step(lengths, dtype=dtype, **options)
     assert_exact(step.attend(window=window), step, window=window)
 
 
-def test_long_past_among_short(dtype: torch.dtype) -> None:
-    step = make_step([(1, 1), (1, 9000), (3, 3), (1, 2049)], dtype=dtype)
+def test_long_past_among_short(dtype: torch.dtype, has_codes: bool) -> None:
+    lengths = [(1, 1), (1, 9000), (3, 3), (1, 2049)]
+    step = make_step(lengths, dtype=dtype, has_codes=has_codes)
     assert_exact(step.attend(), step)
 
 
@@ -71,17 +83,17 @@ def test_any_scale(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("has_slopes", [False, True])
 def test_capped_scores_and_slopes(
-    window: int, softcap: float, has_slopes: bool, dtype: torch.dtype
+    window: int, softcap: float, has_slopes: bool, dtype: torch.dtype, has_codes: bool
 ) -> None:
-    step = make_step([*MIXED, (300, 650)], dtype=dtype, window=window)
+    step = make_step([*MIXED, (300, 650)], dtype=dtype, window=window, has_codes=has_codes)
     slopes = torch.tensor([0.5, 0.1, 0.01, 0.0]) if has_slopes else None
     options = {"window": window, "softcap": softcap, "alibi_slopes": slopes}
     assert_exact(step.attend(**options), step, **options)
 
 
 @pytest.mark.parametrize("window", [0, 37])
-def test_batch_mates_change_no_bit(window: int, dtype: torch.dtype) -> None:
-    step = make_step([*MIXED, (300, 650)], dtype=dtype)
+def test_batch_mates_change_no_bit(window: int, has_codes: bool, dtype: torch.dtype) -> None:
+    step = make_step([*MIXED, (300, 650)], dtype=dtype, has_codes=has_codes)
     together = step.attend(window=window).split(step.seqlens)
     queries = step.q.split(step.seqlens)
     for i in range(len(step.seqlens)):
@@ -95,6 +107,8 @@ def test_batch_mates_change_no_bit(window: int, dtype: torch.dtype) -> None:
             max_seqlen=step.seqlens[i],
             max_kv_seqlen=int(step.past.kv_seqlens[i]),
             window=window,
+            k_scales=step.k_scales,
+            v_scales=step.v_scales,
         )
         assert torch.equal(alone, together[i])
 
@@ -154,6 +168,18 @@ def test_wrong_shapes_are_refused() -> None:
         paged_attention(step.q, *caches, **step.lengths(), alibi_slopes=torch.zeros(3))
     with pytest.raises(ValueError, match="divides q's 3, got 2"):
         paged_attention(step.q[:, :3].contiguous(), *caches, **step.lengths())
+    with pytest.raises(ValueError, match="k_cache must be uint8, got float32"):
+        paged_attention(step.q, *caches, **broken(step, v_scales=torch.zeros(1)))
+    coded = make_step([(5, 17), (1, 40)], has_codes=True)
+    pages = (coded.k_cache, coded.v_cache)
+    with pytest.raises(ValueError, match="batch_invariant does not go with"):
+        paged_attention(coded.q, *pages, **coded.lengths(), batch_invariant=True)
+    with pytest.raises(TypeError, match="k_scales must be a torch.Tensor, got NoneType"):
+        paged_attention(coded.q, *pages, **broken(coded, k_scales=None))
+    with pytest.raises(ValueError, match="k_cache must be float32"):
+        paged_attention(coded.q, *pages, **broken(coded, k_scales=None, v_scales=None))
+    with pytest.raises(ValueError, match=r"v_scales must have shape \[.*, 2, 16\]"):
+        paged_attention(coded.q, *pages, **broken(coded, v_scales=coded.v_scales[:, :1]))
     with pytest.raises(ValueError, match="power of two tokens, got 12"):
         paged_attention(step.q, *(t[:, :12].contiguous() for t in caches), **step.lengths())
 
@@ -172,6 +198,22 @@ def test_written_rows_and_no_others(dtype: torch.dtype) -> None:
         assert torch.equal(own[slots[kept].long()], qkv[kept, part + 1])
     cache.flatten(1, 2)[:, slots[kept].long()] = before.flatten(1, 2)[:, slots[kept].long()]
     assert torch.equal(cache, before)
+
+
+def test_written_codes_and_no_others(dtype: torch.dtype) -> None:
+    qkv = torch.randn(6, 3, 2, 24).to(dtype)
+    cache = torch.full((2, 4, 8, 2, 24), 9, dtype=torch.uint8)
+    scales = torch.full((2, 4, 2, 8), 9, dtype=torch.uint8)
+    slots = torch.tensor([31, 0, -1, 8, 7, -1]).int()
+    write_kv(qkv[:, 1], qkv[:, 2], cache[0], cache[1], slots, scales[0], scales[1])
+    kept = slots >= 0
+    own = slots[kept].long()
+    codes, exponents = quantize_kv(qkv[kept, 1:].transpose(0, 1))
+    assert torch.equal(cache.flatten(1, 2)[:, own], codes)
+    by_slot = scales.transpose(2, 3).flatten(1, 2)
+    assert torch.equal(by_slot[:, own], exponents)
+    others = [slot for slot in range(32) if slot not in own]
+    assert (cache.flatten(1, 2)[:, others] == 9).all() and (by_slot[:, others] == 9).all()
 
 
 @pytest.mark.parametrize("slot", [-2, 32])
@@ -253,6 +295,16 @@ def test_cache_sizes() -> None:
         allocate_cache(**(sizes | {"page_size": 12}), num_pages=5, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="num_pages must be at least 1, got 0"):
         allocate_cache(**sizes, num_pages=0, dtype=torch.bfloat16)
+
+
+def test_a_cache_of_codes_takes_a_byte_a_number_and_one_a_vector() -> None:
+    sizes = {"num_layers": 3, "page_size": 16, "num_kv_heads": 2, "head_dim": 128}
+    cache = allocate_cache(**sizes, num_pages=5, dtype=torch.bfloat16, has_codes=True)
+    each = page_bytes(**sizes, dtype=torch.bfloat16, has_codes=True)
+    assert cache.has_codes and cache.num_bytes == 5 * each
+    assert each == 2 * 3 * 16 * 2 * 129
+    half = page_bytes(**sizes, dtype=torch.bfloat16) / 2
+    assert half < each < 1.01 * half
 
 
 def test_compiled_graphs_hold_each_op_once() -> None:

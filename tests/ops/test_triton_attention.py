@@ -14,6 +14,7 @@ from bytetx.ops.disentangled import log_buckets
 pytest.importorskip("triton")
 
 from bytetx.ops import triton_kernels  # noqa: E402
+from bytetx.ops.kv_codes import quantize_kv  # noqa: E402
 from bytetx.ops.triton_kernels import disentangled, paged  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -214,6 +215,7 @@ class Pages:
         heads: tuple[int, int] = (4, 2),
         head_dim: int = 64,
         dtype: torch.dtype = torch.float16,
+        has_codes: bool = False,
     ):
         self.new, self.keys = new, [a + b for a, b in zip(new, past, strict=True)]
         counts = [-(-n // 16) for n in self.keys]
@@ -224,6 +226,11 @@ class Pages:
         self.table = table.to(DEVICE)
         shape = (sum(counts) + 2, 16, heads[1], head_dim)
         self.k, self.v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
+        self.scales = {}
+        if has_codes:
+            (self.k, k_scales), (self.v, v_scales) = quantize_kv(self.k), quantize_kv(self.v)
+            scales = [s.transpose(1, 2).contiguous() for s in (k_scales, v_scales)]
+            self.scales = {"k_scales": scales[0], "v_scales": scales[1]}
         self.q = rows(sum(new), heads[0], head_dim, dtype)
         self.lengths = torch.tensor(self.keys, dtype=torch.int32, device=DEVICE)
 
@@ -240,7 +247,7 @@ class Pages:
             longest=(max(self.new), max(self.keys)),
             softmax_scale=self.q.shape[2] ** -0.5,
             out=out,
-            **({"window": 0, "softcap": 0.0, "alibi_slopes": None} | options),
+            **({"window": 0, "softcap": 0.0, "alibi_slopes": None} | self.scales | options),
         )
         assert out[len(self.q) :].isnan().all()
         return out[: len(self.q)]
@@ -248,13 +255,13 @@ class Pages:
     def expected(self, **options: object) -> Tensor:
         return reference.paged_attention(
             self.q.float(),
-            self.k.float(),
-            self.v.float(),
+            self.k if self.scales else self.k.float(),
+            self.v if self.scales else self.v.float(),
             cu_seqlens=bounds_of(self.new),
             page_table=self.table,
             kv_seqlens=self.lengths,
             softmax_scale=self.q.shape[2] ** -0.5,
-            **options,
+            **(self.scales | options),
         )
 
 
@@ -280,13 +287,14 @@ STEPS = {
         "options": [{}, {"window": 50}, {"window": 600, "softcap": 5.0}, {"softcap": 2.0}],
         "step": list(STEPS),
         "num_sms": NUM_SMS,
+        "has_codes": [False, True],
     },
     indirect=["num_sms"],
 )
 def test_paged_attention_is_the_reference(
-    options: dict[str, object], step: str, num_sms: int
+    options: dict[str, object], step: str, num_sms: int, has_codes: bool
 ) -> None:
-    pages = Pages(*STEPS[step])
+    pages = Pages(*STEPS[step], has_codes=has_codes)
     assert_close(pages.run(padding=20, **options), pages.expected(**options), torch.float16)
 
 
@@ -296,13 +304,20 @@ def test_paged_attention_is_the_reference(
         "heads": [(1, 1), (6, 2), (19, 1)],
         "dtype,head_dim": [(torch.float32, 24), (torch.float16, 128)],
         "num_sms": NUM_SMS,
+        "has_codes": [False, True],
     },
     indirect=["num_sms"],
 )
 def test_heads_that_share_keys(
-    dtype: torch.dtype, head_dim: int, heads: tuple[int, int], step: str, num_sms: int
+    dtype: torch.dtype,
+    head_dim: int,
+    heads: tuple[int, int],
+    step: str,
+    num_sms: int,
+    has_codes: bool,
 ) -> None:
-    pages = Pages(*STEPS[step], heads=heads, head_dim=head_dim, dtype=dtype)
+    sizes = {"heads": heads, "head_dim": head_dim, "dtype": dtype, "has_codes": has_codes}
+    pages = Pages(*STEPS[step], **sizes)
     slopes = torch.rand(heads[0], device=DEVICE)
     right = pages.expected(alibi_slopes=slopes)
     assert_close(pages.run(alibi_slopes=slopes), right, dtype)
@@ -317,14 +332,20 @@ def test_heads_that_share_keys(
         "heads": [(4, 4), (6, 2)],
         "head_dim": [64, 256],
         "num_sms": NUM_SMS,
+        "has_codes": [False, True],
     },
     indirect=["num_sms"],
 )
 def test_pages_before_the_window_are_not_read(
-    lengths: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, num_sms: int
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    num_sms: int,
+    has_codes: bool,
 ) -> None:
     """They were given back, and every page that is no sequence's is NaN."""
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
+    sizes["has_codes"] = has_codes
     step = make_step(lengths, window=37, given_back=True, dtype=torch.float16, **sizes)
     past = {name: t.to(DEVICE) for name, t in step.lengths().items() if isinstance(t, Tensor)}
     q, k_cache, v_cache = (t.to(DEVICE) for t in (step.q, step.k_cache, step.v_cache))

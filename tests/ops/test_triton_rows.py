@@ -198,6 +198,27 @@ def test_keys_and_values_go_into_their_slots() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [24, 64])
+def test_written_codes_have_the_bits_of_the_reference(head_dim: int, dtype: torch.dtype) -> None:
+    k, v = normal(2, 40, 2, head_dim).unbind()
+    sizes = torch.logspace(-8, 5, 40, device=DEVICE)[:, None, None]
+    k, v = ((x * sizes).to(dtype).contiguous() for x in (k, v))
+    k[3], v[4, :, ::2] = 0.0, -0.0
+    k[5, 0, 3], v[7, 1, 0], v[8, 0, 5] = torch.inf, torch.nan, -torch.inf
+    caches = [torch.full((3, 16, 2, head_dim), 9, dtype=torch.uint8).to(DEVICE) for _ in range(4)]
+    scales = [torch.full((3, 2, 16), 9, dtype=torch.uint8).to(DEVICE) for _ in range(4)]
+    slots = torch.randperm(48)[:40].int().to(DEVICE)
+    slots[::9] = -1
+    triton_kernels.write_codes(k, v, *caches[:2], slots, *scales[:2])
+    reference.write_kv(k, v, *caches[2:], slots, *scales[2:])
+    for ours, right in zip(scales[:2], scales[2:], strict=True):
+        assert torch.equal(ours, right)
+    for ours, right, scale in zip(caches[:2], caches[2:], scales, strict=False):
+        finite = (scale != 255).transpose(1, 2)  # other codes say nothing
+        assert torch.equal(ours[finite], right[finite])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", POOLING_MODES)
 def test_pooling(mode: str, dtype: torch.dtype) -> None:
     x, cu_seqlens = normal(60, 200, dtype=dtype), ints(0, 0, 5, 6, 40, 60)

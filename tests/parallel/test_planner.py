@@ -344,6 +344,20 @@ def test_memory_is_divided() -> None:
     assert fewest.best.grid.size == 2
 
 
+def test_keys_and_values_in_fp8_take_half_the_memory_and_time() -> None:
+    options = {"gpus": 1, "lengths": 2048, "batch": 64, "output_tokens": 256}
+    plain, coded = (
+        plan("llama-8b", **options, kv_cache_dtype=dtype).best for dtype in ("auto", "fp8")
+    )
+    assert coded.memory.kv_cache * 2 == pytest.approx(plain.memory.kv_cache, rel=0.01)
+    assert coded.memory.weights == plain.memory.weights
+    assert coded.decode.compute_us < plain.decode.compute_us
+    with pytest.raises(OptionError, match="is of generation; give output_tokens"):
+        plan("llama-8b", gpus=1, lengths=128, kv_cache_dtype="fp8")
+    with pytest.raises(OptionError, match="kv_cache_dtype must be auto"):
+        plan("llama-8b", **options, kv_cache_dtype="int8")
+
+
 def test_a_rate_needs_instances() -> None:
     found = plan("bert-base", lengths="query", batch=64, gpus=1, rate=1e6).best
     assert (found.num_instances - 1) * found.texts_per_s < 1e6

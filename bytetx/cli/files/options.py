@@ -22,6 +22,9 @@ GENERATION_CONFIG_HELP = (
     "Where generation starts for what is not given: the checkpoint's generation_config.json; vllm "
     "takes its end-of-text tokens alone, none nothing; or the path of such a file."
 )
+KV_CACHE_DTYPE_HELP = (
+    "Keys and values of generation: auto, the model's dtype, or fp8, half of bf16's memory."
+)
 FAMILIES_HELP = (
     "Folder of TOML files as models/ has them, whose families are added, and used in place of "
     "bytetx's own of the same model_type."

@@ -203,13 +203,14 @@ def generate_task(
     sizes: dict[str, Any],
     *,
     generation_config: str = "auto",
+    kv_cache_dtype: str = "auto",
     template_kwargs: dict[str, Any] | None = None,
 ) -> JobTask:
     """The model's answers: {"index", "text", "finish_reason", "num_prompt_tokens",
     "num_tokens"}.
 
-    params: of SamplingParams.  sizes: keyword arguments of Model.engine.  generation_config: as of
-    bytetx.load.  template_kwargs: chat_template_kwargs of Model.generate.
+    params: of SamplingParams.  sizes: keyword arguments of Model.engine.  generation_config,
+    kv_cache_dtype: as of bytetx.load.  template_kwargs: chat_template_kwargs of Model.generate.
     """
     try:
         sampling = SamplingParams(**params)
@@ -238,7 +239,9 @@ def generate_task(
     options = params | sizes | {"chat_template_kwargs": template_kwargs}
     if generation_config != "auto":
         options["generation_config"] = _identity(generation_config)
-    load_options = {"generation_config": generation_config}
+    if kv_cache_dtype != "auto":
+        options["kv_cache_dtype"] = kv_cache_dtype
+    load_options = {"generation_config": generation_config, "kv_cache_dtype": kv_cache_dtype}
     return JobTask("generate", options, columns, open_task, describe, load_options)
 
 

@@ -8,6 +8,7 @@ from bytetx.ops.triton_kernels.attention import tree_attention, tree_tile_rows, 
 from bytetx.ops.triton_kernels.disentangled import disentangled_attention
 from bytetx.ops.triton_kernels.gemm import linear
 from bytetx.ops.triton_kernels.grouped import grouped_linear, grouped_rows
+from bytetx.ops.triton_kernels.kv_codes import write_codes
 from bytetx.ops.triton_kernels.late_interaction import (
     MAX_ONE_QUERY,
     maxsim,
@@ -47,5 +48,6 @@ __all__ = [
     "tree_tile_rows",
     "unpack_padded",
     "varlen_attention",
+    "write_codes",
     "write_kv",
 ]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bytetx.ops.triton_kernels.kv_codes import restored_rows
 from bytetx.ops.triton_kernels.launch import (
     address_or,
     dot_precision,
@@ -53,6 +54,17 @@ def _scores(
 
 
 @triton.jit
+def _load_rows(
+    cache, scales, offsets, cell, mask, is_key, DTYPE: tl.constexpr, HAS_CODES: tl.constexpr
+):
+    """Keys or values at these offsets, zeros where the mask has none; cell: of their scales."""
+    if HAS_CODES:
+        codes = tl.load(cache + offsets, mask=mask, other=0)
+        return restored_rows(codes, tl.load(scales + cell, mask=is_key, other=0), DTYPE)
+    return tl.load(cache + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
 def _attend_pages(
     acc,
     top,
@@ -60,6 +72,8 @@ def _attend_pages(
     rows,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     pages,
     num_pages,
     kv_head,
@@ -77,6 +91,7 @@ def _attend_pages(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    HAS_CODES: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -101,7 +116,10 @@ def _attend_pages(
         key_mask = (features < HEAD_DIM)[None, :]
         if MASKED:
             key_mask = key_mask & is_key[:, None]
-        k = tl.load(k_cache + offsets, mask=key_mask, other=0.0)
+        cell = slot * 0  # not read
+        if HAS_CODES:
+            cell = (page.to(tl.int64) * NUM_KV_HEADS + kv_head) * PAGE_SIZE + keys % PAGE_SIZE
+        k = _load_rows(k_cache, k_scales, offsets, cell, key_mask, is_key, rows.dtype, HAS_CODES)
         s = _scores(
             tl.dot(rows, tl.trans(k), input_precision=PRECISION) * scale,
             keys,
@@ -115,7 +133,7 @@ def _attend_pages(
             HAS_SLOPES,
             MASKED,
         )
-        v = tl.load(v_cache + offsets, mask=key_mask, other=0.0)
+        v = _load_rows(v_cache, v_scales, offsets, cell, key_mask, is_key, rows.dtype, HAS_CODES)
         acc, top, total = add_keys(acc, top, total, s, v, LOG2_E, MASKED, PRECISION)
     return acc, top, total
 
@@ -142,6 +160,8 @@ def _paged_kernel(
     q,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     out,
     part_sums,
     part_tops,
@@ -168,6 +188,7 @@ def _paged_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    HAS_CODES: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -219,14 +240,16 @@ def _paged_kernel(
     pages = page_table + sequence.to(tl.int64) * max_pages
     acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
     acc, top, total = _attend_pages(
-        acc, top, total, rows, k_cache, v_cache, pages, num_pages, kv_head, first, free_last, least,
-        position, slope, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, HAS_WINDOW,
-        HAS_SOFTCAP, HAS_SLOPES, False, PRECISION, BLOCK_D, BLOCK_N,
+        acc, top, total, rows, k_cache, v_cache, k_scales, v_scales, pages, num_pages, kv_head,
+        first, free_last, least, position, slope, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM,
+        PAGE_SIZE, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, HAS_CODES, False, PRECISION, BLOCK_D,
+        BLOCK_N,
     )  # fmt: skip
     acc, top, total = _attend_pages(
-        acc, top, total, rows, k_cache, v_cache, pages, num_pages, kv_head, free_last, key_end,
-        least, position, slope, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE,
-        HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, True, PRECISION, BLOCK_D, BLOCK_N,
+        acc, top, total, rows, k_cache, v_cache, k_scales, v_scales, pages, num_pages, kv_head,
+        free_last, key_end, least, position, slope, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM,
+        PAGE_SIZE, HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, HAS_CODES, True, PRECISION, BLOCK_D,
+        BLOCK_N,
     )  # fmt: skip
     if PARTS > 1:
         cell = (token * NUM_HEADS + head) * PARTS + part
@@ -283,6 +306,8 @@ def paged_attention(
     softcap: float,
     alibi_slopes: Tensor | None,
     out: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """ops.paged.paged_attention on checked arguments; rows of padding are not written.
 
@@ -308,6 +333,8 @@ def paged_attention(
         q,
         k_cache,
         v_cache,
+        address_or(k_scales, cu_seqlens),
+        address_or(v_scales, cu_seqlens),
         out,
         part_sums,
         part_tops,
@@ -334,6 +361,7 @@ def paged_attention(
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
         HAS_SLOPES=alibi_slopes is not None,
+        HAS_CODES=k_scales is not None,
         PRECISION=dot_precision(q.dtype),
         BLOCK_D=block_d,
         BLOCK_M=block_m,

@@ -256,7 +256,7 @@ def _others_us(
     attention = machine.attention_us(
         flop, length=max(length, 1.0), head_dim=shape.head_dim, causal=shape.causal
     )
-    kv_bytes = work.kv_rows * 2 * local.num_kv_heads * shape.head_dim * itemsize
+    kv_bytes = work.kv_rows * shape.kv_bytes(itemsize, local.num_kv_heads)
     # Each norm reads a sum and a residual and writes both. Kernels with y's sums norm a rank's own
     # rows alone, and the measured time of their sums has the norms in it.
     norms, normed_rows = 2, float(work.rows)
@@ -340,6 +340,6 @@ def memory_of(
     return Memory(
         weights=itemsize * (shape.num_stored_layers * shard + embedding),
         gathered=itemsize * 2 * local.weights if grid.z > 1 else 0,
-        kv_cache=itemsize * (2 * kv_rows * local.num_kv_heads * shape.head_dim * shape.num_layers),
+        kv_cache=kv_rows * shape.num_layers * shape.kv_bytes(itemsize, local.num_kv_heads),
         workspace=itemsize * (rows * (3 * shape.hidden_size + widest) + received + logits),
     )

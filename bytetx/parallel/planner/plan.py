@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from bytetx.arguments import DTYPE_ALIASES, check_positive
+from bytetx.arguments import DTYPE_ALIASES, check_kv_cache_dtype, check_positive
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import InputError, OptionError
 from bytetx.parallel.grid import Grid, assign_sequences, divisors, grids_of, parse_grid
@@ -204,6 +204,7 @@ def plan(
     memory_gib: float | None = None,
     goal: Goal = "throughput",
     dtype: str = "bfloat16",
+    kv_cache_dtype: str = "auto",
     families: str | Path | None = None,
 ) -> Plan:
     """Costs every grid of the GPUs for a model and its traffic, and ranks those that fit.
@@ -215,6 +216,7 @@ def plan(
     generated for each text.  rate: texts a second; each grid then says how many instances serve it.
     memory_gib: of a GPU; None is the machine's.  goal: latency of a batch, throughput a GPU, or
     memory: the fewest GPUs, then the least memory.
+    kv_cache_dtype: as load has it, of models that generate output_tokens.
     families: as load has it, where model is a checkpoint's folder.
     Runs without torch. Raises OptionError for an option or texts longer than the model takes,
     InputError where no grid fits.
@@ -227,6 +229,14 @@ def plan(
     itemsize = ITEMSIZES.get(DTYPE_ALIASES.get(dtype, dtype))
     if itemsize is None:
         raise OptionError(f"dtype must be one of {', '.join(ITEMSIZES)}, got {dtype!r}")
+    check_kv_cache_dtype(kv_cache_dtype)
+    if kv_cache_dtype != "auto":
+        if not output_tokens:
+            raise OptionError(
+                f"kv_cache_dtype {kv_cache_dtype} is of generation; give output_tokens, or leave "
+                "it out"
+            )
+        shape = replace(shape, has_kv_codes=True)
     limit_gib = described.memory_gib if memory_gib is None else memory_gib
     if not (math.isfinite(limit_gib) and limit_gib > 0):
         raise OptionError(f"memory_gib must be above 0 and finite, got {memory_gib}")

@@ -24,6 +24,7 @@ class ModelShape:
     num_shared_layers: sets of weights that the layers take in turn, 0: each has its own.
     can_divide_hidden: whether x divides it.  norms_projections: of all heads of q and k at once.
     max_positions: the most tokens of a text, 0: any number.
+    has_kv_codes: whether the KV cache is FP8, with a byte of scale a vector.
     """
 
     name: str
@@ -50,6 +51,12 @@ class ModelShape:
     can_divide_hidden: bool = True
     norms_projections: bool = False
     max_positions: int = 0
+    has_kv_codes: bool = False
+
+    def kv_bytes(self, itemsize: int, num_kv_heads: int) -> int:
+        """Bytes of a token's keys and values of some heads in a layer's cache."""
+        vector = self.head_dim + 1 if self.has_kv_codes else self.head_dim * itemsize
+        return 2 * num_kv_heads * vector
 
     @property
     def num_stored_layers(self) -> int:
