@@ -341,7 +341,7 @@ class Layers:
                 is_aligned=is_aligned,
                 has_scale=has_scale,
                 has_work=has_work,
-                has_codes=cache.has_codes,
+                has_codes=cache.layers[0].k_scales is not None,
             )
             return PAGED_ATTENTION.choose(device, paged).run, self._plan(batch, window)
         has_bias = self.relative_bias is not None
@@ -429,16 +429,8 @@ class Layers:
         q, k, v = self._project(h, layer, i, step, turns=turns)
         attend, plan = step.attention[self._windows[i]]
         if self.buckets is not None:
-            return attend(
-                q,
-                k,
-                v,
-                layer.pos_k,
-                layer.pos_q,
-                self.buckets,
-                batch.cu_seqlens,
-                softmax_scale=self._scales[i],
-            ).flatten(1)
+            tables = (layer.pos_k, layer.pos_q, self.buckets, batch.cu_seqlens)
+            return attend(q, k, v, *tables, softmax_scale=self._scales[i]).flatten(1)
         options = {
             "max_seqlen": batch.max_seqlen,
             "softmax_scale": self._scales[i],

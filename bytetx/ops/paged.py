@@ -544,9 +544,9 @@ def check_cache(
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"k_cache must have pages of a power of two tokens, got {page_size}")
     if has_codes:
-        shape = (k_cache.shape[0], k_cache.shape[2], page_size)
+        sizes = (k_cache.shape[0], k_cache.shape[2], page_size)
         for name, t in zip(("k_scales", "v_scales"), scales, strict=True):
-            require_tensor(name, t, shape=shape, dtypes=dtypes, device=device)
+            require_tensor(name, t, shape=sizes, dtypes=dtypes, device=device)
             require_contiguous(name, t)  # type: ignore[arg-type]  # it is a tensor
 
 

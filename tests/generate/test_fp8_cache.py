@@ -21,7 +21,7 @@ from bytetx.ops.paged import WRITE_KV, paged_attention, write_kv
 from bytetx.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-SEQLENS = [1, 13, 16, 37, 2, 70]
+SEQLENS = [1, 13, 6, 37, 2]
 FAMILIES = ["llama", "qwen3", "qwen3-window", "gpt2", "gemma2", "mixtral", "falcon"]
 
 
@@ -58,13 +58,13 @@ def test_tokens_are_those_of_rounded_keys_and_values(
     again = model.generate(prompts, GREEDY)  # with the pages of the first time
     assert [answer.token_ids for answer in again] == wanted
     scheduler = model.engines.idle[0].engine._scheduler
-    assert scheduler.num_cached_tokens == 32 + 64
+    assert scheduler.num_cached_tokens == 32
     alone = [fp8_model(folder).generate([prompt], GREEDY)[0].token_ids for prompt in prompts[:3]]
     assert alone == wanted[:3]
     pieces = Model(model.checkpoint, token_budget=7)
     assert [answer.token_ids for answer in pieces.generate(prompts, GREEDY)] == wanted
     tight = Model(model.checkpoint)  # sequences throw each other out
-    found = tight.generate(prompts, GREEDY, kv_cache_tokens=112)
+    found = tight.generate(prompts, GREEDY, kv_cache_tokens=80)
     assert [answer.token_ids for answer in found] == wanted
     assert tight.engines.idle[0].engine._scheduler.num_preempted
 

@@ -325,8 +325,8 @@ def paged_attention(
     num_blocks = batch_size + (0 if is_one_block else total_tokens // (block_m // group))
     parts = _num_parts(num_blocks * num_kv_heads, window or max_kv_seqlen, q.device)
     cells = total_tokens * num_heads * parts if parts > 1 else 0
-    part_sums = torch.empty(cells * head_dim, dtype=torch.float32, device=q.device)
-    part_tops, part_totals = torch.empty((2, cells), dtype=torch.float32, device=q.device)
+    part_floats = torch.empty((cells, head_dim + 2), dtype=torch.float32, device=q.device)
+    parts_of = part_floats.view(-1).split([cells * head_dim, cells, cells])
     launch(
         _paged_kernel,
         (num_kv_heads, num_blocks, parts),
@@ -336,9 +336,7 @@ def paged_attention(
         address_or(k_scales, cu_seqlens),
         address_or(v_scales, cu_seqlens),
         out,
-        part_sums,
-        part_tops,
-        part_totals,
+        *parts_of,
         cu_seqlens,
         kv_seqlens,
         page_table,
@@ -373,9 +371,7 @@ def paged_attention(
         launch(
             _add_parts_kernel,
             (total_tokens, num_heads),
-            part_sums,
-            part_tops,
-            part_totals,
+            *parts_of,
             cu_seqlens,
             out,
             batch_size,
