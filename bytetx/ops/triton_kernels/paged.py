@@ -60,8 +60,10 @@ def _load_rows(
     """Keys or values at these offsets, zeros where the mask has none; cell: of their scales."""
     if HAS_CODES:
         codes = tl.load(cache + offsets, mask=mask, other=0)
-        return restored_rows(codes, tl.load(scales + cell, mask=is_key, other=0), DTYPE)
-    return tl.load(cache + offsets, mask=mask, other=0.0)
+        rows = restored_rows(codes, tl.load(scales + cell, mask=is_key, other=0), DTYPE)
+    else:
+        rows = tl.load(cache + offsets, mask=mask, other=0.0)
+    return rows
 
 
 @triton.jit
