@@ -15,6 +15,7 @@ ACTIVATIONS = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_accurate": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
     "tanh": "tanh",

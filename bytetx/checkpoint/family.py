@@ -13,7 +13,7 @@ from bytetx.errors import CheckpointError
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
 # Keys of causal families only; nothing reads them for an encoder.
-_CAUSAL_KEYS = {"embeddings": {"project_in"}, "heads": {"lm", "ranking"}}
+_CAUSAL_KEYS = {"heads": {"lm", "ranking"}}
 
 # Sizes whose keys most families call alike; [config] names the others.
 _COMMON_NAMES = {
@@ -77,6 +77,7 @@ _SECTIONS = {
             "softmax_scale",
             "half_dtype",
             "norm_offset",
+            "norm_scale",
             "scales_words",
             "scaled_layers",
         },
@@ -84,8 +85,7 @@ _SECTIONS = {
     "embeddings": (
         {"word"},
         {"position", "norm", "token_type", "relative_bias", "project"}
-        | {"relative", "relative_norm"}
-        | _CAUSAL_KEYS["embeddings"],
+        | {"relative", "relative_norm", "project_in", "projected_norm"},
     ),
     "layer": (
         {"attn_out"},
@@ -121,7 +121,7 @@ _HEADS = {
     "question_answering": ({"out"}, _CLASSIFIER_KEYS),
     "masked_lm": (
         {"decoder"},
-        _CLASSIFIER_KEYS | {"second_dense", "inner_size", "bias", "decoder_bias"},
+        _CLASSIFIER_KEYS | {"second_dense", "inner_size", "bias", "decoder_bias", "projection"},
     ),
     "lm": ({"decoder"}, {"bias"}),
     "ranking": ({"dense", "activation", "out"}, set()),
@@ -141,6 +141,8 @@ _CLOSED_VALUES = {
     "global_layer": ("first", "last"),
     # What is added to the weights of norms that have an offset.
     "norm_offset": (0, 1),
+    # Whether norms have weights.
+    "norm_scale": (True, False),
     "scales_words": (False, True),
     # The layers that a rope_scaling without layer types is for.
     "scaled_layers": ("all", "global"),
@@ -411,13 +413,13 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
             f"{where} [architecture] biases names {', '.join(sorted(strange))}, which [layer] has "
             "not"
         )
-    project = "project_in" if is_causal else "project"
-    if ("embedding_size" in table["config"]) != (project in embeddings):
+    projects = {"project_in"} if is_causal else {"project", "project_in"}
+    if ("embedding_size" in table["config"]) != bool(projects & embeddings.keys()):
         raise CheckpointError(
-            f"{where} [config] embedding_size and [embeddings] {project} go together; "
-            "one of them is missing"
+            f"{where} [config] embedding_size and [embeddings] {' or '.join(sorted(projects))} go "
+            "together; one of them is missing"
         )
-    into, behind = "project_in" in embeddings, "project_out" in table.get("final", {})
+    into, behind = "project_in" in embeddings and is_causal, "project_out" in table.get("final", {})
     if behind != (into or "output_size" in table["config"]):
         raise CheckpointError(
             f"{where} [embeddings] project_in and [final] project_out go together, or [config] "

@@ -10,11 +10,13 @@ from typing import Any
 
 from bytetx.checkpoint.config import Values, positive_number
 from bytetx.checkpoint.layer_spec import (
+    AttendedSpec,
     ConvolutionSpec,
     DisentangledSpec,
     HeadSizes,
     LayerInputSpec,
     QueryGrowth,
+    ValueTableSpec,
     read_alibi,
 )
 from bytetx.checkpoint.model_spec import ModelSpec
@@ -155,8 +157,7 @@ def _full_heads(values: Values, spec: ModelSpec, windowed: tuple[bool, ...]) -> 
             for i, has_window in enumerate(windowed)
             if not has_window
         }
-    is_table = isinstance(given, Mapping) and all(str(i).isdecimal() for i in given)
-    tables = {int(i): table for i, table in given.items()} if is_table else {}  # from "05" on
+    tables = _layer_tables(given)
     own = {"head_dim": spec.head_dim, "num_key_value_heads": spec.num_kv_heads}
     for i, has_window in enumerate(windowed):
         table = tables.get(i, {})
@@ -173,7 +174,7 @@ def _full_heads(values: Values, spec: ModelSpec, windowed: tuple[bool, ...]) -> 
                 f"config.json: per_layer_config gives layer {i} other heads than the other layers "
                 "with a window have, which is not supported"
             )
-    if len(sizes) > 1 or not is_table:
+    if len(sizes) > 1:
         raise CheckpointError(
             "config.json: per_layer_config must give all layers without a window the same heads, "
             f"got {str(given)[:200]}"
@@ -331,6 +332,100 @@ def modernbert(values: Values, spec: ModelSpec) -> ModelSpec:
     return _layers(spec, has_first_norm=False, norm_bias=has_bias, window=window)
 
 
+# transformers' defaults by the kind of a layer: the base, and the share of a head that is rotated.
+_NEOMME_ROPE = {"full_attention": (1000000.0, 0.25), "sliding_attention": (10000.0, 1.0)}
+_NEOMME_LONG_WINDOW = 1024
+
+
+def neomme(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Windows differ and are as wide on either side; layers mix in the embedded tokens, change what
+    was attended to, scale what they add, and some add values of the vocabulary."""
+    num_layers, pattern = spec.num_layers, spec.layer_spec.window_pattern
+    pattern = pattern or tuple((i + 1) % 6 > 0 and i + 1 < num_layers for i in range(num_layers))
+    if all(pattern):
+        raise CheckpointError("config.json: layer_types must have a layer of full_attention")
+    values = _with_neomme_rope(values)
+    full = [i for i, has_window in enumerate(pattern) if not has_window]
+    rotary = read_rotary(values, spec.head_dim)
+    windowed = read_rotary(values, spec.head_dim, windowed=True)
+    for rotation in (rotary, windowed):
+        if rotation is not None and rotation.dim % 4:
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor rotates {rotation.dim} features of a head; "
+                "they must be a multiple of 4"
+            )
+    given = values.read("residual_multiplier")
+    scale = (2 * num_layers) ** -0.5 if given is None else values.positive("residual_multiplier")
+    spec = _layers(
+        spec,
+        rotary=rotary,
+        windowed_rotary=windowed,
+        window=0,
+        window_pattern=(),
+        windows=_neomme_windows(values, pattern),
+        mixing="layers.{i}.lambdas",
+        attended=AttendedSpec(
+            alpha="layers.{i}.self_attn.exclusive_self_attention.alpha",
+            gate="layers.{i}.self_attn.output_projection.gate_proj",
+        ),
+        value_table=ValueTableSpec("value_embeddings.weight", frozenset((full[0], full[-1]))),
+    )
+    return replace(spec, residual_multiplier=scale, always_projects=True)
+
+
+def _with_neomme_rope(values: Values) -> Values:
+    """The values with all that rope_parameters may leave out."""
+    given = values.read("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"config.json: rope_parameters must be a table, got {given!r:.120}")
+    theta, filled = values.config.get("rope_theta"), {}
+    for kind, (base, share) in _NEOMME_ROPE.items():
+        own = given.get(kind) or {}
+        if not isinstance(own, Mapping):
+            raise CheckpointError(f"config.json: rope_parameters: {kind} must be a table")
+        base = base if theta is None else theta
+        filled[kind] = {"rope_theta": base, "partial_rotary_factor": share, **own}
+    values = copy(values)
+    values.config = {**values.config, "rope_parameters": filled}
+    return values
+
+
+def _neomme_windows(values: Values, pattern: tuple[bool, ...]) -> tuple[int, ...]:
+    """The window of each layer, 0 for none: its own of per_layer_config, or that of all; without
+    tables every second one with a window has a longer one."""
+    given = values.read("per_layer_config")
+    if given is None:
+        odd = [i for i, has_window in enumerate(pattern) if has_window][1::2]
+        given = {i: {"sliding_window": _NEOMME_LONG_WINDOW} for i in odd}
+    tables = _layer_tables(given)
+    windows = []
+    for i, has_window in enumerate(pattern):
+        own = tables.get(i, {})
+        if not isinstance(own, Mapping) or own.keys() - {"sliding_window"}:
+            raise CheckpointError(
+                f"config.json: per_layer_config must give layer {i} sliding_window alone, got "
+                f"{own!r:.120}"
+            )
+        radius = own.get("sliding_window", values.read("sliding_window") if has_window else None)
+        is_fitting = type(radius) is int and radius > 0 if has_window else radius is None
+        if not is_fitting:
+            raise CheckpointError(
+                f"config.json: the sliding_window of layer {i} must be "
+                f"{'a positive integer' if has_window else 'null'}, got {radius!r:.120}"
+            )
+        windows.append(radius + 1 if has_window else 0)
+    return tuple(windows)
+
+
+def _layer_tables(given: object) -> dict[int, Any]:
+    """per_layer_config by the number of a layer, which files write as "5" and, of ten, as "05"."""
+    if not isinstance(given, Mapping) or not all(str(i).isdecimal() for i in given):
+        raise CheckpointError(
+            f"config.json: per_layer_config must have a table for each layer, got {given!r:.120}"
+        )
+    return {int(i): table for i, table in given.items()}
+
+
 def opt(values: Values, spec: ModelSpec) -> ModelSpec:
     """The table of positions begins with two unused rows; OPT-350m norms after each half."""
     spec = replace(spec, first_position_row=2)
@@ -390,6 +485,7 @@ _HOOKS: tuple[Hook, ...] = (
     granite,
     ministral3,
     modernbert,
+    neomme,
     opt,
     qwen3_moe,
     smollm3,

@@ -114,6 +114,33 @@ class LayerInputSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AttendedSpec:
+    """Changes of attended values before they are projected: see nn.attended.Attended.
+
+    alpha: a whole name, gate: a stem, with {i} for the layer.
+    """
+
+    alpha: str
+    gate: str
+
+    def names(self, layer: int) -> tuple[str, str]:
+        """The tensors of a layer: alpha, and the gate's weight."""
+        alpha, gate = (name.replace("{i}", str(layer)) for name in (self.alpha, self.gate))
+        return alpha, f"{gate}.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTableSpec:
+    """A table of the vocabulary's values, which some layers add to their own.
+
+    name: of the tensor [vocab_size, features of all key heads].
+    """
+
+    name: str
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Choices of a model's layers, beyond the sizes of ModelSpec.
 
@@ -137,6 +164,12 @@ class LayerSpec:
     full_heads: of layers without a window, where these have other heads than ModelSpec says.
     norms_values: whether each head of values has an RMS norm without a weight.
     layer_input: None where layers do not add of the embedded tokens.
+    norm_scale: whether norms have weights.
+    windows: of each layer, in place of window and its pattern; empty: these say it.
+    mixing: the tensor [2] of each layer, with {i} for it, that its attention's norm reads the sum
+    and the embedded tokens by; "": the sum alone.
+    attended: None where attended values are projected as they are.
+    value_table: None where no layer adds values of the vocabulary.
     """
 
     causal: bool
@@ -166,6 +199,11 @@ class LayerSpec:
     full_heads: HeadSizes | None = None
     norms_values: bool = False
     layer_input: LayerInputSpec | None = None
+    norm_scale: bool = True
+    windows: tuple[int, ...] = ()
+    mixing: str = ""
+    attended: AttendedSpec | None = None
+    value_table: ValueTableSpec | None = None
 
     def chooses_only(self, known: Collection[str]) -> bool:
         """Whether every choice that may be left out is left out, but those of these names.
@@ -183,7 +221,13 @@ class LayerSpec:
     @property
     def can_share(self) -> bool:
         """Whether ranks can have parts of the layers."""
-        return self.full_heads is None and self.layer_input is None
+        extras = (self.full_heads, self.layer_input, self.attended, self.value_table)
+        return not self.mixing and all(extra is None for extra in extras)
+
+    @property
+    def reads_embedded(self) -> bool:
+        """Whether layers read the embedded tokens beside the sum of those before them."""
+        return bool(self.mixing) or self.layer_input is not None
 
     @property
     def can_divide_hidden(self) -> bool:
@@ -192,6 +236,8 @@ class LayerSpec:
 
     def window_of(self, layer: int) -> int:
         """The window of this layer, as of ops.attention.varlen_attention; 0: no limit."""
+        if self.windows:
+            return self.windows[layer]
         if self.window_pattern:
             return self.window if self.window_pattern[layer] else 0
         return self.window if layer >= self.first_windowed_layer else 0
@@ -235,6 +281,8 @@ def read_experts(
     if "sparse_layer" not in table:
         return None
     num_experts, top_k = values.size("num_experts"), values.size("experts_per_token")
+    if values.activation() == "relu2":
+        raise CheckpointError(f"config.json: {values.activation_key} relu2 is not for experts")
     if top_k > num_experts:
         raise CheckpointError(
             f"config.json: {values.names['experts_per_token']} {top_k} is more than the "
@@ -283,6 +331,7 @@ def read_layers(
         softmax_scale=scale,
         final=table.get("final", {}),
         norm_offset=float(architecture.get("norm_offset", 0)),
+        norm_scale=architecture.get("norm_scale", True),
         alibi=read_alibi(values) if architecture["positions"] == "alibi" else None,
     )
 

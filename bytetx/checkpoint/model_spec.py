@@ -25,6 +25,8 @@ class HeadSpec:
     pooling: the rows of sequence_classification: "cls", the first token; "mean", the mean of all;
     "late", every token, and the mean of their logits; "last", the last token.
     out_bias: whether out has a bias.
+    projection: stem of the weight [hidden_size, embedding_size] whose columns lead to the decoder;
+    that of the embedding, where the decoder is.
     """
 
     dense: str | None = None
@@ -39,6 +41,7 @@ class HeadSpec:
     bias: str | None = None
     out: str | None = None
     out_bias: bool = True
+    projection: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,9 @@ class ModelSpec:
             width = 3 * hidden + (4 if self.experts.is_gated else 1) * self.experts.size
             row = max(row, before + half + self.experts.top_k * width + hidden * 4 // itemsize)
         if (own := self.layer_spec.layer_input) is not None:
-            # The embedded tokens, all the time; what is added of them, beside the sum.
-            row = hidden + max(row, 3 * hidden + 2 * own.size)
+            row = max(row, 3 * hidden + 2 * own.size)
+        if self.layer_spec.reads_embedded:
+            row += hidden
+        if self.layer_spec.attended is not None:  # values, their units and the gates, in f32
+            row = max(row, before + qkv + 4 * attended)
         return total_tokens * (itemsize * row + 5 * 4)

@@ -63,6 +63,8 @@ _TOKEN_POOLING = {
 _TOKEN_MODULE = {"module_input_name": TEXT}
 _POOLING = "HierarchicalTokenPooling"
 _PUNCTUATION = tuple(string.punctuation)
+# transformers' classes whose forward gives these vectors, with the tensor that projects tokens.
+_PROJECTIONS = {"NeoMMEForRetrieval": "multi_vector_head.proj.weight"}
 # PyLate's length of a query, where it says none.
 _QUERY_LENGTH = 32
 
@@ -122,18 +124,25 @@ class MultiVectorSpec:
     token_pooling: TokenPoolingSpec | None = None
 
 
-def load_multi_vector_spec(folder: Path, own: Path, *, base: Path) -> MultiVectorSpec | None:
+def load_multi_vector_spec(
+    folder: Path, own: Path, *, base: Path, gives_vectors: bool
+) -> MultiVectorSpec | None:
     """The spec of a multi-vector checkpoint; None where the checkpoint is none.
 
     own: the folder of its transformer's settings.  base: that of the transformer's config.json,
-    another one where `own` holds an adapter.
+    another one where `own` holds an adapter.  gives_vectors: these settings say that the model's
+    own class gives the vectors.
     Raises CheckpointError for damaged files and for modules that are not known.
     """
-    if "HF_ColBERT" in (load_config(base).get("architectures") or ()):
+    architectures = load_config(base).get("architectures") or ()
+    if "HF_ColBERT" in architectures:
         return _stanford(base)
     path = folder / "modules.json"
+    projection = next((_PROJECTIONS[name] for name in architectures if name in _PROJECTIONS), None)
     if not path.is_file():
-        return None
+        if projection is None:
+            return None
+        return MultiVectorSpec((("Normalize", base),), projection, skiplist_tasks=())
     entries = read_modules(path)
     names = [str(entry.get("type")) for entry in entries]
     config = _config(folder / "config_sentence_transformers.json", _MODEL)
@@ -150,6 +159,16 @@ def load_multi_vector_spec(folder: Path, own: Path, *, base: Path) -> MultiVecto
         words = _PUNCTUATION if is_pylate else ()
     if is_pylate and not any(kind == "Normalize" for kind, _ in modules):
         modules = (*modules, ("Normalize", folder))
+    if not gives_vectors:
+        projection = None
+    elif projection is not None:
+        modules = (("Normalize", base), *modules)
+    else:
+        raise CheckpointError(
+            f"{own}: transformer_task 'retrieval' is not supported of "
+            f"{', '.join(map(str, architectures)) or 'a model that names no class'}; known: "
+            f"{', '.join(_PROJECTIONS)}"
+        )
     tasks = mask.get("skiplist_tasks") or ["document"]
     prefixes, prompts = _prefixes(config)
     lengths = {name: limits.get(name) or config.get(name) for name in _LENGTHS}
@@ -158,7 +177,7 @@ def load_multi_vector_spec(folder: Path, own: Path, *, base: Path) -> MultiVecto
         lengths["query_length"] = None  # it is the expansion's
     return MultiVectorSpec(
         modules,
-        None,
+        projection,
         lengths["query_length"],
         lengths["document_length"],
         expansion,

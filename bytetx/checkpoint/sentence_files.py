@@ -154,6 +154,7 @@ _TASKS = {
     "fill-mask": ("logits", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
     "text-generation": ("logits", "causal_logits"),
+    "retrieval": ("embeddings", "token_embeddings"),
 }
 _TRANSFORMER = Schema(
     used={

@@ -158,6 +158,9 @@ def reason_against(
     mask = inputs.attention_mask
     if mask is not None and not isinstance(mask, torch.Tensor):
         return "attention_mask holds a mask for each kind of layer"
+    positions = inputs.position_ids
+    if isinstance(positions, torch.Tensor) and positions.dim() > 2:
+        return "position_ids has positions on several axes"
     if mask is not None and mask.shape != inputs.main.shape[:2]:
         return f"attention_mask has {mask.dim()} dimensions or another shape than the input"
     return None

@@ -55,6 +55,7 @@ OUTPUTS = {
     "EuroBertModel": "BaseModelOutput",
     "UltrabertModel": "BaseModelOutput",
     "EmbeddingGemma2TextModel": "BaseModelOutput",
+    "NeoMMEModel": "BaseModelOutput",
     "NomicBertModel": "BaseModelOutputWithPooling",
     "GteModel": "BaseModelOutputWithPooling",
     "JinaEmbeddingsV3Model": "BaseModelOutputWithPooling",

@@ -16,7 +16,7 @@ from bytetx.checkpoint.layer_spec import LINEARS
 from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec, build_module_spec
 from bytetx.errors import CheckpointError
-from bytetx.hf.pooler import POOLER
+from bytetx.hf.pooler import APART
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
 from bytetx.nn.layer_weights import copied_tensor_names, tensor_names
 from bytetx.nn.rotary import frequencies_of, rotary_tables
@@ -333,7 +333,7 @@ def _changed_module(base: "PreTrainedModel", spec: ModelSpec) -> str | None:
     own_file = type(base).__module__
     activation = _activation_of(base.config, spec)
     for name, module in base.named_modules():
-        if module is base or name.split(".")[0] in POOLER:
+        if module is base or name.split(".")[0] in APART:
             continue
         kind = type(module)
         found = f"{name} is {kind.__module__}.{kind.__qualname__}"
@@ -372,7 +372,7 @@ def _activation_of(config: "PreTrainedConfig", spec: ModelSpec) -> type[nn.Modul
 def _inner_modules(base: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, module) of every module below the base but the pooler, which runs as it is."""
     for name, module in base._modules.items():
-        if module is not None and name not in POOLER:
+        if module is not None and name not in APART:
             yield base, name, module
             yield from _below(module)
 

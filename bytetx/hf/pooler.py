@@ -5,6 +5,9 @@ from torch import nn
 
 # Children of a base model that make up its pooler; ALBERT's activation is one of its own.
 POOLER = ("pooler", "pooler_activation")
+# Children that the packed pass leaves alone: the pooler, and what reads images, with which the
+# original forward runs.
+APART = (*POOLER, "patch_embeddings")
 
 
 def run_pooler(base: nn.Module, first: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from bytetx.hf.pooler import POOLER
+from bytetx.hf.pooler import APART
 from bytetx.ops.check import version_of
 
 # What the forward of a plain module reads of its attributes; all other classes may read any.
@@ -130,7 +130,7 @@ def difference_from_stock(
 ) -> str | None:
     """Name what the forward of a module below `base` reads that is not as the config says, or None.
 
-    Parameters are not compared, nor is the pooler, which runs as it is, nor buffers of these names.
+    Parameters are not compared, nor buffers of these names, nor the modules that stay apart.
     """
     try:
         stock = build_stock(base)
@@ -138,7 +138,7 @@ def difference_from_stock(
         return f"no model can be built of its config: {error}"
     have = dict(base.named_modules())
     for name, twin in stock.named_modules():
-        if name.split(".")[0] in POOLER or name not in have:  # layers may be dropped
+        if name.split(".")[0] in APART or name not in have:  # layers may be dropped
             continue
         found = _difference(have[name], twin, base=base, is_causal=is_causal)
         found = found or _different_buffer(have[name], twin, name, weights)
@@ -190,7 +190,7 @@ def _difference(
         return f" has {len(module)} layers, the config says {len(twin)}" if has_more else None
     missing = {name for name, child in twin._modules.items() if child is not None}
     missing -= {name for name, child in module._modules.items() if child is not None}
-    if missing := missing - set(POOLER):
+    if missing := missing - set(APART):
         return f" has no module {min(missing)}"
     hiding = module.__dict__.keys() - twin.__dict__.keys() - _OWN
     hidden = [name for name in hiding if hasattr(type(module), name)]

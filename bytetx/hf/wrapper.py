@@ -41,13 +41,13 @@ _CODE_OF_FILES = "transformers_modules."
 def wrap(model: ModelT, *, pads: str = "zeros", families: str | Path | None = None) -> ModelT:
     """Replaces the model's forward by one on packed tokens and returns the same object.
 
-    model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, XLM-RoBERTa-XL, CamemBERT,
-    RoBERTa-PreLayerNorm, DistilBERT, MPNet, ELECTRA, ALBERT, DeBERTa (v1, v2, v3), ModernBERT,
-    EuroBERT, UltraBERT, NomicBERT, GTE, Jina embeddings v3, EmbeddingGemma 2, of the encoders of T5
-    and mT5, of GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT, Llama, Mistral, Ministral 3, Mixtral, Qwen2,
-    Qwen3, Qwen3-MoE, Phi-3, StarCoder2, StableLM, SmolLM3, OLMo 2, Granite, GPT-BigCode, Falcon or
-    Gemma 1 to 3, bare or with any of its heads; a SentenceTransformer, CrossEncoder, SparseEncoder
-    or MultiVectorEncoder; or any module that holds one of these.
+    model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, XLM-RoBERTa-XL, CamemBERT, RoBERTa-
+    PreLayerNorm, DistilBERT, MPNet, ELECTRA, ALBERT, DeBERTa (v1, v2, v3), ModernBERT, EuroBERT,
+    UltraBERT, NomicBERT, GTE, Jina embeddings v3, EmbeddingGemma 2, NeoMME (its text), of the
+    encoders of T5 and mT5, of GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT, Llama, Mistral, Ministral 3,
+    Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, StarCoder2, StableLM, SmolLM3, OLMo 2, Granite, GPT-
+    BigCode, Falcon or Gemma 1 to 3, bare or with any of its heads; a SentenceTransformer,
+    CrossEncoder, SparseEncoder or MultiVectorEncoder; or any module that holds one of these.
     pads: the values at pads, see below.  Wrapping again changes `pads` only.
     families: a folder of TOML files as bytetx.load takes it, for configs whose model_type bytetx
     does not know, or knows otherwise; the classes are those above.

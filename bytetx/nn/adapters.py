@@ -402,7 +402,7 @@ class _ChangeReader:
     ) -> dict[int, LowRankChange]:
         """By id() of each weight.  project: of the embedding."""
         found: dict[int, LowRankChange] = {}
-        key = "project_in" if self._spec.is_causal else "project"
+        key = "project_in" if "project_in" in self._spec.embeddings else "project"
         if project is not None and (change := self._of(self._spec.embeddings, key)) is not None:
             found[id(project)] = self._placed(change)
         for i, layer in enumerate(layers):

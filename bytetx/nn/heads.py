@@ -287,7 +287,9 @@ def load_masked_lm(
     if bias not in load.tensors:  # tied to head.bias, and saved under that name
         bias = head.bias or ""
     stems = _head_tensors(spec, head)
-    load.require([*stems, *saved, *[bias] * (head.bias is not None)])
+    projection = _projection_name(spec, head, is_tied=not saved)
+    needed = [*stems, *saved, *[bias] * (head.bias is not None)]
+    load.require(needed if projection is None else [*needed, projection])
     decoder_name = saved[0] if saved else spec.embeddings["word"]
     part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
     decoder_bias = None if head.bias is None else load.tensor(bias, shape[:1], part=part)
@@ -295,14 +297,25 @@ def load_masked_lm(
     if head.second_dense is not None:
         sizes = (spec.embedding_size, head.inner_size)
         second = load.linear(head.second_dense, *sizes, has_bias=head.dense_bias)
+    dense = _dense(load, head, head.inner_size or spec.embedding_size, spec.hidden_size)
+    if projection is not None:
+        columns = load.tensor(projection, (spec.hidden_size, spec.embedding_size))
+        dense = load.linear_from(columns.t().contiguous(), None)
     return MaskedLMHead(
-        dense=_dense(load, head, head.inner_size or spec.embedding_size, spec.hidden_size),
+        dense=dense,
         second_dense=second,
         activation=head.activation or "none",
         norm=_norm(spec, load, head, spec.embedding_size),
         decoder=load.linear_from(load.tensor(decoder_name, shape, part=part), decoder_bias),
         blocks=blocks,
     )
+
+
+def _projection_name(spec: ModelSpec, head: HeadSpec, *, is_tied: bool) -> str | None:
+    """The tensor of head.projection; with a tied decoder that of the embedding."""
+    if head.projection is None:
+        return None
+    return f"{spec.embeddings['project_in'] if is_tied else head.projection}.weight"
 
 
 def _names_masked_lm(spec: ModelSpec) -> bool:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from bytetx.nn.attended import Attended
 from bytetx.ops.embedding import embed
 from bytetx.ops.experts import ExpertsWeight, run_experts
 from bytetx.ops.linear import LinearWeight, fuses_residual
@@ -35,6 +36,9 @@ class LayerWeights:
     # Position projections of disentangled attention, [num_buckets, num_heads, head_dim] each.
     pos_k: Tensor | None = None
     pos_q: Tensor | None = None
+    # Values of the vocabulary's tokens, [vocab_size, num_kv_heads * head_dim].
+    value_table: Tensor | None = None
+    attended: Attended | None = None
 
     @property
     def linears(self) -> tuple[Weight, ...]:
@@ -112,7 +116,10 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DenseFeedForward:
-    """Two linear layers; activation: between them.  out_norm: of the result, before it is added."""
+    """Two linear layers; activation: between them, "relu2" the square of relu.
+
+    out_norm: of the result, before it is added.
+    """
 
     first: Weight
     out: Weight
@@ -149,7 +156,11 @@ class DenseFeedForward:
     ) -> tuple[Tensor, Tensor]:
         if step.pause is not None:
             step.pause()
-        inner = step.rows.column_parallel(h, self.first, activation=self.activation)
+        squares = self.activation == "relu2"
+        activation = "relu" if squares else self.activation
+        inner = step.rows.column_parallel(h, self.first, activation=activation)
+        if squares:
+            inner *= inner
         return step.add_and_norm(inner, self.out, x, norm, self.out_norm, partial=partial)
 
 
@@ -234,8 +245,8 @@ class RowPass:
             return self.rows.row_parallel_output_norm(
                 y, w, residual=x, output_norm=output_norm, norm=norm
             )
-        assert norm is not None  # only layers with output norms may lack it
         if self.is_post:
+            assert norm is not None  # the sum is what the next layer reads
             x = self.rows.row_parallel_post_norm(y, w, residual=x, norm=norm)
             return x, x
         return self.rows.row_parallel(y, w, residual=x, norm=norm, partial=partial)
@@ -288,17 +299,21 @@ class Rows:
         w: Weight,
         *,
         residual: Tensor,
-        norm: RowNorm,
+        norm: RowNorm | None,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(norm(h), h) of h = x @ w.T + bias + residual (+ partial), of the rows of residual.
 
+        norm: None gives (h, h), of a model whose layers are in this process alone.
         The residual is added by the GEMM or by the norm, whichever is faster.
         """
         if partial is None and w.has_kernel and fuses_residual(x.shape[0], w.dense):
             h = w.matmul(x, residual=residual)
-            return norm(h), h
+            return (h if norm is None else norm(h)), h
         d = w.matmul(x, residual=partial)
+        if norm is None:
+            d += residual
+            return d, d
         return norm(d, residual=residual, sum_out=d), d
 
     def row_parallel_post_norm(

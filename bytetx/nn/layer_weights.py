@@ -16,6 +16,7 @@ from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.alibi import model_slopes
+from bytetx.nn.attended import load_attended
 from bytetx.nn.between import load_between
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import load_convolution
@@ -94,7 +95,8 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
     """Every name that the layers and the last norm need, lazily."""
     layers = spec.layer_spec
     has_shift = NORM_KINDS[layers.norm].has_shift and layers.norm_bias
-    norms = [layers.final["norm"]] if layers.norm_placement != "post" else []
+    has_final = layers.norm_placement != "post" and layers.norm_scale
+    norms = [layers.final["norm"]] if has_final else []
     for stem in norms:
         yield f"{stem}.weight"
         if has_shift:
@@ -109,11 +111,19 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
     own = layers.layer_input
     if own is not None:
         yield from (f"{stem}.weight" for stem in (own.project, own.project_norm))
+    if layers.value_table is not None:
+        yield layers.value_table.name
     for i in range(spec.num_layers):
         if own is not None:
             yield from own.names(i)
+        if layers.attended is not None:
+            yield from layers.attended.names(i)
+        if layers.mixing:
+            yield layers.mixing.replace("{i}", str(i))
         for key, name in spec.layer_names(i).items():
             if key == "attn_norm" and i == 0 and not layers.has_first_norm:
+                continue
+            if "norm" in key and not layers.norm_scale:
                 continue
             if key in ("q_bias", "v_bias"):
                 yield name
@@ -181,6 +191,12 @@ class _LayerReader:
     ):
         """positions: the table of relative positions of disentangled attention."""
         self.positions = positions
+        values = spec.layer_spec.value_table
+        self.value_layers = frozenset() if values is None else values.layers
+        self.values: torch.Tensor | None = None
+        if values is not None:
+            width = spec.num_kv_heads * spec.head_dim
+            self.values = load.tensor(values.name, (spec.vocab_size, width))
         self.spec, self.layer_spec, self.shard = spec, spec.layer_spec, blocks.shard
         self.hidden, self.weight_gather = blocks.hidden, blocks.weight_gather
         self.format = None if quantization is None else weight_format(quantization, spec)
@@ -258,7 +274,8 @@ class _LayerReader:
         if i == 0 and not self.layer_spec.has_first_norm:
             del names["attn_norm"]
         norms = {key: self.norm(names[key], spec.hidden_size) for key in _NORMS if key in names}
-        own = spec.head_sizes(self.layer_spec.window_of(i))
+        layers = self.layer_spec
+        own = spec.head_sizes(layers.window_of(i))
         parts = self._qkv_parts(names, own)
         qkv = self._qkv(names, parts)
         pos_k, pos_q = self._relative(names, parts)
@@ -272,15 +289,19 @@ class _LayerReader:
             qkv=qkv,
             q_norm=self._head_norm(names, "q_norm", spec.num_heads, own.head_dim, self.heads),
             k_norm=self._head_norm(names, "k_norm", own.num_kv_heads, own.head_dim, self.kv_heads),
-            v_norm=self._value_norm(own.head_dim) if self.layer_spec.norms_values else None,
+            v_norm=self._plain_norm(own.head_dim, spec.norm_eps) if layers.norms_values else None,
             attn_out=attn_out,
             ffn_norm=norms.get("ffn_norm"),
             feed_forward=feed_forward,
             pos_k=pos_k,
             pos_q=pos_q,
+            value_table=self.values if i in self.value_layers else None,
+            attended=load_attended(spec, self.load, i),
         )
 
     def norm(self, stem: str, size: int) -> RowNorm:
+        if not self.layer_spec.norm_scale:
+            return self._plain_norm(size, self.spec.layer_norm_eps)
         return self.load.norm(
             stem,
             size,
@@ -305,12 +326,14 @@ class _LayerReader:
             size *= num_heads
             part = None if local is None else Part(0, (local,))
         offset, eps = self.layer_spec.norm_offset, self.spec.norm_eps
+        if not self.layer_spec.norm_scale:
+            return self._plain_norm(size, eps)
         return self.load.norm(names[key], size, eps=eps, kind="rms_norm", offset=offset, part=part)
 
-    def _value_norm(self, head_dim: int) -> RowNorm:
-        """The norm of each head of values, whose weights are ones."""
-        ones = torch.ones(head_dim, dtype=self.load.dtype, device=self.load.device)
-        return RmsNorm(ones, None, self.spec.norm_eps)
+    def _plain_norm(self, size: int, eps: float) -> RowNorm:
+        """An RMS norm without weights: they are ones."""
+        ones = torch.ones(size, dtype=self.load.dtype, device=self.load.device)
+        return RmsNorm(ones, None, eps)
 
     def _qkv_parts(self, names: dict[str, str], own: HeadSizes) -> list[_Tensors]:
         """(weight, bias) of q, k and v; empty where one weight holds all three."""

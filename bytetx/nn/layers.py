@@ -26,6 +26,7 @@ from bytetx.ops.attention_plan import (
 )
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.disentangled import DISENTANGLED_ATTENTION, has_disentangled_kernel, require_span
+from bytetx.ops.embedding import embed
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import MAX_FEW_ROWS, LinearWeight
 from bytetx.ops.linear_rotary import HeadRotation
@@ -102,7 +103,7 @@ class Layers:
         spec.layer_spec names.  relative_bias: f32 [num_heads, 2 * max_positions - 1], see
         varlen_attention.  alibi_slopes: f32 [num_heads], the same bias of causal layers over keys
         in pages.  buckets: of disentangled attention, int32 [2 * max_positions - 1].
-        between: what follows each layer; empty: nothing but the norms.
+        between: what comes before the first layer, and follows each; empty: the norms alone.
         is_interleaved: qkv has rows of one key head's q, k and v after another.
         batch_invariant: attention takes one kernel for all batches; the weights say it of theirs.
         """
@@ -112,8 +113,8 @@ class Layers:
         self.relative_bias, self.alibi_slopes = relative_bias, alibi_slopes
         self.is_interleaved = is_interleaved
         self.buckets, self.convolution = buckets, convolution
-        self.between = list(between) or [None] * len(self.weights)
-        self._reads_embedded = convolution is not None or any(self.between)
+        self.before, *self.between = list(between) or [None] * (len(self.weights) + 1)
+        self._reads_embedded = convolution is not None or spec.layer_spec.reads_embedded
         self.batch_invariant = batch_invariant
         self._norms_projections = spec.layer_spec.norms_projections
         self._few_passes = 0
@@ -227,6 +228,8 @@ class Layers:
         # x is the residual; h is what the next linear layer reads: x itself after a post-norm.
         first_norm = None if placement == "post" else self.weights[0].attn_norm
         h = x if first_norm is None else rows.norm(x, first_norm)
+        if self.before is not None:
+            h, x = self.before.run(x, x, first_norm)
         convolution = self.convolution
         embedded = x if self._reads_embedded else None
         partial = None
@@ -421,6 +424,9 @@ class Layers:
             q, k = step.rows.norm_projections(q, k, layer.q_norm, layer.k_norm)
         if layer.v_norm is not None:
             v = norm_heads(v, layer.v_norm.weight, layer.v_norm.eps)
+        if layer.value_table is not None:
+            ids, bad_ids = step.batch.input_ids, step.batch.bad_ids
+            v = v + embed(ids, None, None, word=layer.value_table, bad_ids=bad_ids).view(v.shape)
         return q, k, v
 
     def _attention(self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass) -> torch.Tensor:
@@ -468,7 +474,7 @@ class Layers:
             v = torch.cat([v, *(computed.kv[i, 1] for computed in batch.computed)])
         if step.on_kv is not None:
             step.on_kv(k, v)
-        return attend(
+        attended = attend(
             q,
             k,
             v,
@@ -477,7 +483,8 @@ class Layers:
             relative_bias=self.relative_bias,
             bias_positions=batch.bias_positions,
             **options,
-        ).flatten(1)
+        )
+        return attended.flatten(1) if layer.attended is None else layer.attended.run(attended, v, h)
 
     def _head_rotation(self, i: int, step: _Pass) -> HeadRotation:
         """That of a layer's q and k, which lie side by side."""

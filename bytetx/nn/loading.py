@@ -251,7 +251,7 @@ def _load(
         device=device,
         blocks=blocks,
         quantization=quantization,
-        may_lack_head=sentence.is_declared,
+        may_lack_head=sentence.may_lack_head,
         batch_invariant=batch_invariant,
         decision_head=head,
         label_ids=_label_ids(sentence, spec, tokenizer, decisions),
@@ -529,7 +529,7 @@ def load_shard(
         dtype=dtype,
         device=device,
         blocks=blocks,
-        may_lack_head=sentence.is_declared,
+        may_lack_head=sentence.may_lack_head,
         decision_head=head,
     )
 

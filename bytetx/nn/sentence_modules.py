@@ -34,6 +34,7 @@ from bytetx.checkpoint.sentence_files import (
     Schema,
     TransformerSettings,
     read_transformer,
+    transformer_file,
 )
 from bytetx.checkpoint.side_files import one_of, read_fields, read_json
 from bytetx.checkpoint.static_embedding import StaticSpec, read_model2vec
@@ -271,6 +272,11 @@ class SentenceSpec:
         return any(k == "SparseAutoEncoder" for k, _ in self.modules)
 
     @property
+    def may_lack_head(self) -> bool:
+        """Whether the class that `architectures` names may have a head that nothing here reads."""
+        return self.is_declared or self.multi_vector is not None
+
+    @property
     def tokenizer_folder(self) -> Path:
         """The adapter's, where it brings a tokenizer."""
         adapter = self.adapter
@@ -324,9 +330,11 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
             return replace(load_sentence_spec(base), adapter=own)
         base, adapter = transformer_folder(base), own
     base = base or own
-    multi_vector = load_multi_vector_spec(folder, own, base=base)
+    gives_vectors = _is_retrieval(own)
+    multi_vector = load_multi_vector_spec(folder, own, base=base, gives_vectors=gives_vectors)
     if multi_vector is not None:
-        settings = read_transformer(own, tasks=("feature-extraction",), is_multi_vector=True)
+        tasks = ("feature-extraction", "retrieval")
+        settings = read_transformer(own, tasks=tasks, is_multi_vector=True)
         _refuse_chat(own, settings)
         config = _model_config(folder) | _limits(settings)
         config["prompts"] = multi_vector.prompts
@@ -335,6 +343,12 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
         return SentenceSpec(folder, pooling=(_default_pooling(folder),))
     spec = SentenceSpec(base, adapter, **_model_config(folder))
     return _with_modules(spec, entries, own=own)
+
+
+def _is_retrieval(own: Path) -> bool:
+    """Whether a Transformer module's class gives the vectors of its tokens itself."""
+    path = transformer_file(own)
+    return path is not None and read_json(path).get("transformer_task") == "retrieval"
 
 
 def _default_pooling(folder: Path) -> str:

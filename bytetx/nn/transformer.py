@@ -25,7 +25,7 @@ from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.coded_linear import CodedWeight
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.ops.norm import RowNorm
+from bytetx.ops.norm import NORMS, RowNorm
 from bytetx.ops.paged_plan import launches_by_sizes
 from bytetx.packed import ComputedTokens, PackedBatch, SharedPrefixes
 from bytetx.parallel.layout import ModelShard
@@ -38,6 +38,7 @@ class EmbeddingWeights:
     token_type: torch.Tensor | None  # [num_token_types, embedding_size]
     norm: RowNorm | None
     project: LinearWeight | None  # embedding_size -> hidden_size
+    projected_norm: RowNorm | None = None  # behind it
     coded: CodedWeight | None = None  # the word table in 8 bits
     # Of tokens that share rows of `word`: the row of each token, int32 [vocab_size].
     places: torch.Tensor | None = None
@@ -310,13 +311,14 @@ class Transformer:
             x *= scales.index_select(0, batch.input_ids)[:, None]
         if self.spec.scales_words and batch.inputs_embeds is None:
             x *= self.word_scale
+        if table.project is not None:
+            x = rows.project(x, table.project)
+        if table.projected_norm is not None:
+            x = table.projected_norm(x, out=x)
         # The layers' sums are divided by residual_multiplier; see ModelSpec.layer_norm_eps.
         multiplier = self.spec.embedding_multiplier / self.spec.residual_multiplier
         if multiplier != 1.0:
             x = x * multiplier
-        if table.project is None:
-            return x
-        x = rows.project(x, table.project)
         if table.position is None or not projects_words:
             return x
         return embed(
@@ -345,7 +347,7 @@ def _tensor_names(spec: ModelSpec) -> Iterator[str]:
         yield from (f"{names['norm']}.{part}" for part in parts)
     if _projects_out(spec):
         yield f"{spec.layer_spec.final['project_out']}.weight"
-    if is_projected and spec.is_causal:
+    if is_projected and "project_in" in names:
         yield f"{names['project_in']}.weight"
     elif is_projected:
         yield from (f"{names['project']}.{part}" for part in ("weight", "bias"))
@@ -392,6 +394,7 @@ def _embedding_weights(
         token_type=token_type,
         norm=norm,
         project=project,
+        projected_norm=_projected_norm(spec, load),
         coded=coded,
         places=places,
         scales=scales,
@@ -421,9 +424,17 @@ def _position_table(spec: ModelSpec, load: TensorLoader) -> torch.Tensor | None:
 
 def _project_in(spec: ModelSpec, load: TensorLoader) -> LinearWeight:
     names, shape = spec.embeddings, (spec.hidden_size, spec.embedding_size)
-    if not spec.is_causal:
+    if "project_in" not in names:
         return load.linear(names["project"], *shape)
     return load.linear_from(load.tensor(f"{names['project_in']}.weight", shape), None)
+
+
+def _projected_norm(spec: ModelSpec, load: TensorLoader) -> RowNorm | None:
+    """A norm without weights, which is all that a family has there."""
+    if "projected_norm" not in spec.embeddings:
+        return None
+    ones = torch.ones(spec.hidden_size, dtype=load.dtype, device=load.device)
+    return NORMS[spec.layer_spec.norm](ones, None, spec.norm_eps)
 
 
 def _project_out(spec: ModelSpec, load: TensorLoader) -> LinearWeight | None:

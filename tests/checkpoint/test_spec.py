@@ -42,7 +42,7 @@ ROPE = st.fixed_dictionaries(
 # with another family's text model where config.json says nothing of it.
 OF_THE_HUB = ("new", "llama_bidirec", "ministral3_bidirec", "bidirectional_pplx_qwen3", "mistral3")
 # transformers has no class with a head of them.
-WITHOUT_HEADS = ("embedding_gemma2", "embedding_gemma2_text")
+WITHOUT_HEADS = ("embedding_gemma2", "embedding_gemma2_text", "neomme")
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),

@@ -162,8 +162,8 @@ def test_what_a_config_may_leave_out(tmp_path: Path) -> None:
         ({"1": {"sliding_window": 3}}, "must give layer 1 head_dim and num_key_value_heads alone"),
         ({"1": {"head_dim": "32"}}, "must give layer 1 head_dim"),
         ({"1": 5}, "must give layer 1 head_dim"),
-        ({"full_attention": {"head_dim": 32}}, "must give all layers without a window the"),
-        ([], "per_layer_config must give all layers"),
+        ({"full_attention": {"head_dim": 32}}, "must have a table for each layer"),
+        ([], "per_layer_config must have a table for each layer"),
         ({i: {"num_key_value_heads": 3} for i in ("1", "3", "4")}, "is no multiple of the 3 key"),
     ],
 )
