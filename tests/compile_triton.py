@@ -109,6 +109,11 @@ def launch_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, mean_tokens:
         triton_kernels.varlen_attention(
             q, k, v, bounds, batch_size=4, softmax_scale=0.1, out=torch.empty_like(q), **options
         )
+    if q.dtype != torch.float32:
+        wide = torch.empty(total, 1, 512, dtype=q.dtype)
+        triton_kernels.varlen_attention(
+            wide, wide, wide, bounds, batch_size=4, softmax_scale=1.0, out=torch.empty_like(wide)
+        )
     tree_tables = torch.zeros(3, 64, dtype=torch.int32).unbind()
     for options in ({}, {"window": 128, "softcap": 30.0}):
         triton_kernels.tree_attention(

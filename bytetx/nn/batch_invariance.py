@@ -15,7 +15,7 @@ from bytetx.errors import OptionError
 from bytetx.nn.quantization import FP8
 from bytetx.nn.sentence_modules import AutoEncoder, Dense, Module, Projection, SentenceSpec
 from bytetx.ops import native
-from bytetx.ops.attention_plan import is_planned
+from bytetx.ops.attention_plan import MAX_HEAD_DIM, is_planned
 from bytetx.ops.disentangled import has_disentangled_kernel
 from bytetx.ops.linear import has_invariant_bf16, has_invariant_f32
 from bytetx.ops.paged_plan import has_invariant_kernel
@@ -120,8 +120,10 @@ def _gpu_obstacle(
     if spec.layer_spec.disentangled is not None:
         if not has_disentangled_kernel(device) or spec.head_dim > 128 or spec.head_dim % 8:
             return f"disentangled heads of {spec.head_dim} features on a GPU; use the CPU"
-    elif unplanned := [dim for dim in spec.head_dims if not is_planned(dtype, dim, device)]:
-        return f"heads of {unplanned[0]} features on a GPU (a multiple of 8 up to 256); use the CPU"
+        return None
+    for dim in spec.head_dims:
+        if dim > MAX_HEAD_DIM or not is_planned(dtype, dim, device):
+            return f"heads of {dim} features on a GPU (a multiple of 8 up to 256); use the CPU"
     return None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from bytetx.ops import native, reference
 from bytetx.ops.attention_plan import (
     MAX_HEAD_DIM,
+    MAX_WIDE_HEAD_DIM,
     AttentionPlan,
     plan_attention,
     run_planned,
@@ -181,6 +182,12 @@ def _takes_triton(device: torch.device, calls: AttentionCalls) -> bool:
     return calls.dtype in HALF_DTYPES or not is_plain or calls.head_dim % 4 != 0
 
 
+def _takes_wide(device: torch.device, calls: AttentionCalls) -> bool:
+    """Heads that no other kernel takes."""
+    is_wide = MAX_HEAD_DIM < calls.head_dim <= MAX_WIDE_HEAD_DIM
+    return is_wide and calls.dtype in HALF_DTYPES and calls.has_work and not calls.has_tree
+
+
 def _run_by_plan(
     run: Callable[..., Tensor],
     q: Tensor,
@@ -205,6 +212,7 @@ VARLEN_ATTENTION.native_kernel("cuda", kernel="planned_attention", takes=_takes_
 VARLEN_ATTENTION.triton_kernel(beside="planned_attention", takes=_takes_triton)(
     partial(_run_by_plan, run_triton)
 )
+VARLEN_ATTENTION.triton_kernel(beside="", takes=_takes_wide)(partial(_run_by_plan, run_triton))
 
 
 def _plan_for(

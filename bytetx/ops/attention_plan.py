@@ -16,6 +16,8 @@ from bytetx.ops.triton_backend import why_no_triton
 from bytetx.sequence_tree import MAX_ANCESTORS, SequenceTree
 
 MAX_HEAD_DIM = 256
+# Of Triton's kernel, on Hopper as well, in half types and without a tree.
+MAX_WIDE_HEAD_DIM = 512
 # A batch-invariant GPU kernel takes so many keys at a time, from the start of a sequence or of an
 # ancestor on: ancestors of a multiple of so many tokens change no bits.
 TREE_KEY_STEP = 64
@@ -85,7 +87,7 @@ def plan_attention(
             raise ValueError("attention with a tree must be causal and without a relative_bias")
         made_for = (batch_size, total_tokens, causal, window, batch_invariant)
         return _plan_tree(tree, tables, head_dim, softcap, cu_seqlens.device, *made_for)
-    if not has_planned_kernel(cu_seqlens.device):
+    if not has_planned_kernel(cu_seqlens.device) or head_dim > MAX_HEAD_DIM:
         if why_no_triton(cu_seqlens.device) is not None:
             return None
         bounds = triton_backend.kernels(cu_seqlens.device).sequence_bounds(cu_seqlens, total_tokens)
@@ -321,9 +323,9 @@ def run_triton(
 
 def is_planned(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether a model's attention runs by a plan, so that no launch depends on the lengths."""
-    if dtype not in HALF_DTYPES or not 0 < head_dim <= MAX_HEAD_DIM:
+    if dtype not in HALF_DTYPES or not 0 < head_dim <= MAX_WIDE_HEAD_DIM:
         return False
-    if has_planned_kernel(device):
+    if has_planned_kernel(device) and head_dim <= MAX_HEAD_DIM:
         return head_dim * dtype.itemsize % _ALIGNMENT_BYTES == 0
     return why_no_triton(device) is None
 

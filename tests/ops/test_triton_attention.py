@@ -77,6 +77,15 @@ def test_attention_is_the_reference(
     assert_close(attend(q, k, v, EDGES, **options), expected(q, k, v, EDGES, **options), dtype)
 
 
+@pytest.mark.parametrize("head_dim", [320, 512])
+@pytest.mark.parametrize("options", [{}, {"window": 17}, {"causal": True}], ids=str)
+def test_wide_heads(options: dict[str, object], head_dim: int) -> None:
+    q = rows(sum(EDGES), 2, head_dim, torch.float16)
+    k, v = (rows(sum(EDGES), 1, head_dim, torch.float16) for _ in range(2))
+    right = expected(q, k, v, EDGES, **options)
+    assert_close(attend(q, k, v, EDGES, **options), right, torch.float16)
+
+
 @pytest.mark.parametrize("lengths", [[530], [130, 1, 200], [1] * 70, [2]], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": 100}], ids=str)
 def test_long_ones_and_many_short_ones(lengths: list[int], options: dict[str, object]) -> None:

@@ -582,6 +582,8 @@ def _tiles(head_dim: int, element_bytes: int, *, mean_tokens: float) -> tuple[in
     block_d = _block_d(head_dim)
     if element_bytes == 4:
         return (32, 32, 8, 1) if block_d > 64 else (64, 32, 8, 1)
+    if block_d > 256:
+        return 32, 32, 8, 1
     if block_d > 128:
         return 64, 32, 8, 2
     if block_d > 64 or mean_tokens < _LONG_TOKENS:
