@@ -276,11 +276,6 @@ def _heads(
             resolved["activation"] = values.activation(values.names["classifier_activation"])
         if resolved.get("norm_eps") == "config":
             resolved["norm_eps"] = norm_eps
-        if resolved.get("activation") == "relu2":
-            raise CheckpointError(
-                f"config.json: {values.activation_key} {values.read(values.activation_key)!r} is "
-                f"not supported in the head {name}"
-            )
         if "dense_bias" in resolved:
             resolved["dense_bias"] = values.flag(resolved["dense_bias"])
         if "inner_size" in resolved:

@@ -210,8 +210,9 @@ class LogitRows:
 
 def _activated(rows: torch.Tensor, weight: LinearWeight, activation: str) -> torch.Tensor:
     """linear(), where NaN stays NaN: a kernel's own relu may make 0 of it, and a finite logit."""
-    if activation == "relu":
-        return linear(rows, weight).relu_()
+    if activation in ("relu", "relu2"):
+        activated = linear(rows, weight).relu_()
+        return activated if activation == "relu" else activated.square_()
     return linear(rows, weight, activation=activation)
 
 

@@ -160,7 +160,7 @@ class DenseFeedForward:
         activation = "relu" if squares else self.activation
         inner = step.rows.column_parallel(h, self.first, activation=activation)
         if squares:
-            inner *= inner
+            inner.square_()
         return step.add_and_norm(inner, self.out, x, norm, self.out_norm, partial=partial)
 
 

@@ -1,5 +1,6 @@
 """Decoders whose tokens see their whole sequence, against transformers' classes without a mask."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,23 @@ def test_hidden_states(name: str, tmp_path: Path) -> None:
             assert (own - wanted[layer][0]).abs().max() < 1e-4
         assert torch.equal(own, loaded.rows([sequence])[0])
         assert len(sequence) == 1 or not torch.allclose(own[0], causal[i][0], atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "ministral3", "ministral3-window"])
+def test_half_types_err_no_more_than_transformers(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Ministral 3's queries grow with their position, from 6 tokens on here."""
+    model = tiny_decoder(name, "Model", is_causal=False).to(dtype)
+    loaded, ids = load(save(model, tmp_path), dtype), random_ids([40] * 12)
+    exact = copy.deepcopy(model).double()
+    errors = np.zeros(2)
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        wanted = expected(exact, sequence).last_hidden_state[0]
+        theirs = expected(model, sequence).last_hidden_state[0]
+        errors += [(found.double() - wanted).square().mean().item() for found in (rows, theirs)]
+    assert errors[0] < 1.1 * errors[1]
 
 
 @pytest.mark.parametrize(("name", "config"), WAYS)

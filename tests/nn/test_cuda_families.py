@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_embedding_gemma2
+import test_neomme
 import torch
 import transformers
 from checkpoints import TOKENIZERS, save_checkpoint, texts
@@ -23,12 +25,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_backend")]
 SEQLENS = [1, 2, 17, 65, 70, 33]
 WIDER = {"hidden_size": 192, "intermediate_size": 256, "max_position_embeddings": 160}
 T5 = {"t5-relu": {}, "t5-gated": {"feed_forward_proj": "gated-gelu"}}
+# Of the sizes that the published checkpoints' heads have.
+WITHOUT_BERTS_HEADS = {
+    "embedding_gemma2": lambda: test_embedding_gemma2.tiny_text(
+        **WIDER, head_dim=256, global_head_dim=512
+    ),
+    "neomme": lambda: test_neomme.tiny(**WIDER, head_dim=64),
+}
 
 
 def wide_model(family: str) -> nn.Module:
     """Heads of 64, as the kernels of most checkpoints have; activations of ordinary size."""
     if family in T5:
         model = tiny_t5(d_model=192, d_kv=64, d_ff=256, **T5[family])
+    elif family in WITHOUT_BERTS_HEADS:
+        model = WITHOUT_BERTS_HEADS[family]()
     else:
         model = tiny_model(family, **WIDER)
     randomize(model, std=0.05)
@@ -42,7 +53,7 @@ def states(model: nn.Module, ids: list[list[int]]) -> torch.Tensor:
     return torch.cat(rows).double().cpu()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *T5])
+@pytest.mark.parametrize("family", [*FAMILIES, *T5, *WITHOUT_BERTS_HEADS])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_as_close_to_float64_as_transformers(
     family: str, dtype: torch.dtype, tmp_path: Path

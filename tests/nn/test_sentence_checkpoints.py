@@ -171,6 +171,25 @@ def save_pplx(folder: Path) -> Path:
     return folder
 
 
+def test_pplx_embed_has_prompts(tmp_path: Path) -> None:
+    folder = save_pplx(tmp_path)
+    prompts = {"query": "Find what answers: ", "document": ""}
+    edit_json(folder / "config_sentence_transformers.json", prompts=prompts)
+    plain = SentenceTransformer(
+        modules=[Transformer(str(tmp_path / "base")), Pooling(HIDDEN, "mean")],
+        device="cpu",
+        prompts=prompts,
+    )
+    model = bytetx.load(folder, device="cpu")
+    for name, prompt in prompts.items():
+        wanted = np.rint(np.tanh(plain.encode(INPUTS, prompt_name=name)) * 127)
+        found = [model.embed(INPUTS, prompt_name=name), model.embed(INPUTS, prompt=prompt)]
+        found.append(model.embed(INPUTS, task=name))
+        for one in found:
+            assert np.abs(one.vectors - wanted).max() <= 1 and (one.vectors == wanted).mean() > 0.99
+    assert not np.array_equal(found[0].vectors, model.embed(INPUTS, prompt_name="query").vectors)
+
+
 @pytest.mark.feature("Checkpoints", "vectors that are whole numbers (pplx-embed)")
 def test_pplx_embed_gives_whole_numbers(tmp_path: Path) -> None:
     folder = save_pplx(tmp_path)
