@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import SENTENCES, save_sentence_model
+from checkpoints import SENTENCES, save_checkpoint, save_sentence_model
+from jina_adapters import save_with_adapters
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 from tiny import one_thread  # noqa: F401  (a fixture)
@@ -55,6 +56,20 @@ def test_langchain(folder: Path, stock: SentenceTransformer) -> None:
     store.add_documents([Document(text) for text in TEXTS])
     best = int((documents @ query).argmax())
     assert store.similarity_search(TEXTS[0], k=1)[0].page_content == TEXTS[best]
+
+
+def test_queries_and_documents_of_a_model_with_tasks(tmp_path: Path) -> None:
+    from bytetx.integrations.langchain import BytetxEmbeddings
+
+    base = save_checkpoint(tmp_path / "base", "jina_embeddings_v3")
+    model = bytetx.load(save_with_adapters(tmp_path / "jina", base), device="cpu")
+    embeddings = BytetxEmbeddings(model)
+    query = model.embed(["a fox"], task="retrieval.query").vectors[0]
+    assert same(embeddings.embed_query("a fox"), query)
+    documents = model.embed(["a fox", "a"], task="retrieval.passage").vectors
+    assert same(embeddings.embed_documents(["a fox", "a"]), documents)
+    plain = BytetxEmbeddings(model, query_prompt_name="separation").embed_query("a fox")
+    assert same(plain, model.embed(["a fox"], task="retrieval.query", prompt="").vectors[0])
 
 
 def test_prompts_and_long_texts(folder: Path, stock: SentenceTransformer) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import save_causal, save_checkpoint
+from jina_adapters import TASKS, save_with_adapters
 from lora_adapters import save_adapter
 from tiny import random_ids
 
@@ -53,6 +54,20 @@ def test_one_graph_serves_any_adapters(dtype: str, tmp_path: Path) -> None:
     on_gpu.add_adapter("d", adapters["b"])  # where b was
     ours = on_gpu.embed(ids, adapter=["d", "d", None, None, "c"])
     np.testing.assert_allclose(ours, on_cpu.embed(ids, adapter=MIXED[1]), **close)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_tasks_of_a_checkpoint_change_words_too(dtype: str, tmp_path: Path) -> None:
+    """One graph for texts of any tasks, whose first change is that of the word table."""
+    base = save_checkpoint(tmp_path / "base", "jina_embeddings_v3")
+    folder = save_with_adapters(tmp_path / "jina", base)
+    on_cpu = bytetx.load(folder, device="cpu", dtype="float32")
+    on_gpu = bytetx.load(folder, device="cuda", dtype=dtype)
+    ids, close = random_ids(SEQLENS), {"rtol": 0, "atol": 1e-4 if dtype == "float32" else 2e-2}
+    each = [*TASKS[:3], None, TASKS[4]]
+    for tasks in (each, each[::-1], [TASKS[3]] * 5, [None, *TASKS[1:]], [None] * 5) * 2:
+        ours = on_gpu.embed(ids, task=tasks)
+        np.testing.assert_allclose(ours, on_cpu.embed(ids, task=tasks), **close)
 
 
 def test_long_texts_and_many_of_them(tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def test_tasks_without_a_route(tmp_path: Path) -> None:
             OptionError, match="'query', 'document' .this checkpoint's routes., got"
         ):
             model.embed(INPUTS, task=task)
+    with pytest.raises(OptionError, match="one route of all texts of a call, got"):
+        model.embed(INPUTS, task=["query"] * len(INPUTS))
 
 
 def test_route_mappings(tmp_path: Path) -> None:
