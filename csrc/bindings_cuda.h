@@ -11,6 +11,7 @@
 #include "grouped_ops.h"
 #include "linear_norm_ops.h"
 #include "linear_rotary_ops.h"
+#include "low_rank_ops.h"
 #include "maxsim_ops.h"
 #include "padding_ops.h"
 
@@ -85,6 +86,7 @@ void bind_cuda(py::module_& m) {
     bind<&linear>(m, "linear");
     bind<&linear_any>(m, "linear_any");
     bind<&gate_rows>(m, "gate_rows");
+    bind<&low_rank>(m, "low_rank");
     bind<&linear_norm_workspace_bytes>(m, "linear_norm_workspace_bytes", {"m", "n"});
     bind<&linear_norm>(m, "linear_norm");
     bind<&linear_rotary>(m, "linear_rotary");

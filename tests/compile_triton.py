@@ -5,6 +5,7 @@ python tests/compile_triton.py 90 short long: a compute capability without the d
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -182,14 +183,17 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         triton_kernels.grouped_rows(codes, factor, None, k=width, bits=bits, dtype=dtype)
     bounds = np.array([0, 1, total - 1, total])
     segments = RowSegments.of(np.array([0, 1, 0]), bounds)
-    for tiled_rows, rank in ((1, 16), (1, 64), (1 << 14, 64), (1 << 14, 100)):
-        tiles = tiles_on(x.device, segments, tiled_rows)
+    for size, rank in ((16, 16), (16, 64), (128, 64), (128, 100)):
+        tiles = replace(tiles_on(x.device, segments, total), size=size)
         for kind in (dtype, torch.float32):
-            triton_kernels.start_low_rank(
-                x.to(kind), tiles, n=4 * width, addresses=torch.zeros(2, 4, dtype=torch.int64),
-                ranges=torch.zeros(2, 24, 2, dtype=torch.int32), max_rank=rank,
-                has_bias=kind == dtype,
-            )(torch.empty(total, 4 * width, dtype=kind))  # fmt: skip
+            d = torch.empty(total, 4 * width, dtype=kind)
+            _, add = triton_kernels.start_low_rank(
+                x.to(kind), tiles, d if kind == dtype else None, n=4 * width, max_rank=rank,
+                addresses=torch.zeros(2, 4, dtype=torch.int64),
+                ranges=torch.zeros(2, 24, 2, dtype=torch.int32), has_bias=kind == dtype,
+            )  # fmt: skip
+            if add is not None:
+                add(d)
     triton_kernels.gate_rows(x, width // 2, block=32, activation="silu")
     cos = torch.empty(99, head_dim // 2)
     triton_kernels.rotary(q, cos, cos, ids, is_interleaved=False)

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from bytetx.adapter_rows import RowSegments
-from bytetx.ops import triton_backend
-from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops import native, triton_backend
+from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.registry import Operation
 from bytetx.ops.weight import QuantizedWeight, Weight
 from bytetx.packed import upload
 from bytetx.sequence_tree import rows_of
 
-# Shape class: dtype.  run(x, segments, changes, tiles) as of start_low_rank.
+# Shape class: dtype.  run(x, segments, changes, tiles, residual) as of start_low_rank.
 LOW_RANK = Operation("low_rank")
 # Rows of a batch up to which tiles are small: in decode steps an owner has few.
 _FEW_ROWS = 512
@@ -25,6 +25,8 @@ _TILE_SIZES = (16, 128)
 RANGE_COLUMNS = 128  # outputs of which LowRankChanges.ranges says which ranks change them
 _RANK_STEP = 16
 _KEPT_RANK = 64  # the largest that one kernel computes at once
+_NATIVE_RANK = 256  # the largest of the native kernel
+_VEC = 8  # numbers of half types in 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class RowTiles:
     """The rows of a batch that have an owner, in tiles of one owner, on a GPU.
 
     rows: int32, row numbers.  table: int32 [num_tiles, 3], of each tile: where its rows start in
-    `rows`, how many it has, at most `size`, and its owner.
+    `rows`, how many it has, at most `size`, and its owner.  Tiles without rows are the last.
+    Tiles for few rows hold all rows of the batch, those without an owner as of owner -1.
     """
 
     rows: torch.Tensor
@@ -93,18 +96,6 @@ class LowRankChanges:
         self.ranges = torch.zeros(num_owners, blocks, 2, dtype=torch.int32, device=device)
 
     @classmethod
-    def of(cls, by_owner: Sequence[LowRankChange | None]) -> "LowRankChanges":
-        """At least one is not None. Raises ValueError where they differ in n, k, dtype, device."""
-        given = [change for change in by_owner if change is not None]
-        if not given:
-            raise ValueError("by_owner must have a change that is not None")
-        changes = cls.for_these(given, num_owners=len(by_owner))
-        for owner, change in enumerate(by_owner):
-            if change is not None:
-                changes.put(owner, change)
-        return changes
-
-    @classmethod
     def for_these(
         cls,
         given: Sequence[LowRankChange],
@@ -143,10 +134,10 @@ class LowRankChanges:
         if change is not None:
             self._require("a", change.a, (change.rank, self.k))
             self._require("b", change.b, (self.n, change.rank))
-            bias = 0
             if change.bias is not None:
                 self._require("bias", change.bias, (self.n,))
-                bias = change.bias.data_ptr()
+            change = _aligned(change)
+            bias = 0 if change.bias is None else change.bias.data_ptr()
             addresses = (change.a.data_ptr(), change.b.data_ptr(), change.rank, bias)
             ranges = _ranges(change.b) if change.rank else None
         self.addresses[owner].copy_(torch.tensor(addresses, dtype=torch.int64))
@@ -156,6 +147,16 @@ class LowRankChanges:
     def _require(self, name: str, t: Tensor, shape: tuple[int, ...]) -> None:
         require_tensor(name, t, shape=shape, dtypes=(self.dtype,), device=self.addresses.device)
         require_contiguous(name, t)
+
+
+def _aligned(change: LowRankChange) -> LowRankChange:
+    """The change with tensors that kernels read 16 bytes at a time."""
+    given = (change.a, change.b, change.bias)
+    if all(t is None or is_aligned(t) for t in given):
+        return change
+    a, b, bias = (None if t is None else t.clone() for t in given)
+    assert a is not None and b is not None
+    return LowRankChange(a, b, bias)
 
 
 def _ranges(b: Tensor) -> Tensor:
@@ -177,13 +178,22 @@ def tile_size(total_rows: int) -> int:
 
 
 def max_tiles(total_rows: int, num_sequences: int) -> int:
-    """No batch of these sizes has more tiles: one that is not full is the last of an owner."""
-    return min(total_rows // tile_size(total_rows) + num_sequences, total_rows)
+    """No batch of these sizes has more tiles: one that is not full is the last of an owner.
+
+    Rows without an owner count as those of one more.
+    """
+    return min(total_rows // tile_size(total_rows) + num_sequences + 1, total_rows)
 
 
-def row_tiles(segments: RowSegments, size: int) -> tuple[np.ndarray, np.ndarray]:
+def row_tiles(segments: RowSegments, total_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """The arrays of RowTiles, int32, on the host; rows of an owner keep their order."""
     rows, parts = segments.by_owner
+    size = tile_size(total_rows)
+    if total_rows <= _FEW_ROWS:
+        others = np.ones(total_rows, dtype=bool)
+        others[rows] = False
+        parts = [*parts, (-1, len(rows), total_rows)]
+        rows = np.concatenate([rows, np.flatnonzero(others)])
     owners, starts, stops = np.array(parts, dtype=np.int64).reshape(-1, 3).T
     num_tiles = -(-(stops - starts) // size)
     part = np.repeat(np.arange(len(parts)), num_tiles)
@@ -194,46 +204,39 @@ def row_tiles(segments: RowSegments, size: int) -> tuple[np.ndarray, np.ndarray]
 
 def tiles_on(device: torch.device, segments: RowSegments, total_rows: int) -> RowTiles:
     """The tiles of a batch of so many rows."""
-    size = tile_size(total_rows)
-    rows, table = (upload(torch.from_numpy(t), device) for t in row_tiles(segments, size))
-    return RowTiles(rows, table, size)
+    rows, table = (upload(torch.from_numpy(t), device) for t in row_tiles(segments, total_rows))
+    return RowTiles(rows, table, tile_size(total_rows))
 
 
 def captures_low_rank(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a CUDA graph may hold add_low_rank: torch's products read segments on the host."""
-    return LOW_RANK.choose(device, dtype).name == "triton"
+    """Whether a CUDA graph may hold start_low_rank: torch's products read segments on the host."""
+    return LOW_RANK.choose(device, dtype).name != "torch"
 
 
-def add_low_rank(
-    d: Tensor,
+def start_low_rank(
     x: Tensor,
     segments: RowSegments,
     changes: LowRankChanges,
     *,
     tiles: RowTiles | None = None,
-) -> None:
-    """Adds to the rows of each segment, in place, the change of its owner; ranks may differ.
+    residual: Tensor | None = None,
+) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
+    """What a layer's product of these rows adds, and what then adds to the product in place.
 
-    d: [m, n], x: [m, k], of one dtype and on one device; x is contiguous.
+    Of few rows a GPU gives a new residual that holds the change of each segment's owner; otherwise
+    the residual is the one given, and the second result adds the changes. Ranks may differ.
+    x: [m, k], contiguous, unchanged until the second has run.  residual: [m, n] in x's dtype.
     tiles: what a GPU reads instead of the segments, for several layers; None makes them.
     Raises ValueError on shape, dtype or device mismatch.
     Source: LoRA (arXiv 2106.09685), section 4.1; segments of one step as in S-LoRA
     (arXiv 2311.03285), section 5, without padding to the largest rank.
     """
-    start_low_rank(x, segments, changes, tiles=tiles)(d)
-
-
-def start_low_rank(
-    x: Tensor, segments: RowSegments, changes: LowRankChanges, *, tiles: RowTiles | None = None
-) -> Callable[[Tensor], None]:
-    """add_low_rank in two parts: returns what adds the change to d.
-
-    With few rows a GPU computes x @ a.T now, beside the kernel that computes d. x must not change
-    before the second part.
-    """
     device = changes.addresses.device
     require_tensor("x", x, shape=(None, changes.k), dtypes=(changes.dtype,), device=device)
     require_contiguous("x", x)
+    shape = (x.shape[0], changes.n)
+    if residual is not None:
+        require_tensor("residual", residual, shape=shape, dtypes=(x.dtype,), device=device)
     if len(changes.by_owner) < segments.num_owners:
         raise ValueError(
             f"changes must have an entry for each of {segments.num_owners} owners, got "
@@ -241,22 +244,71 @@ def start_low_rank(
         )
     if len(segments.stops) and segments.stops[-1] > x.shape[0]:
         raise ValueError(f"segments end at row {segments.stops[-1]}, x has {x.shape[0]} rows")
-    add = LOW_RANK.choose(x.device, x.dtype).run(x, segments, changes, tiles)
+    before, add = LOW_RANK.choose(x.device, x.dtype).run(x, segments, changes, tiles, residual)
+    if add is None:
+        return before, None
 
     def add_to(d: Tensor) -> None:
-        require_tensor("d", d, shape=(x.shape[0], changes.n), dtypes=(x.dtype,), device=device)
+        require_tensor("d", d, shape=shape, dtypes=(x.dtype,), device=device)
         add(d)
 
-    return add_to
+    return before, add_to
+
+
+def _takes_native(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype != torch.float32 and triton_backend.why_no_triton(device) is None
+
+
+@LOW_RANK.native_kernel("cuda", takes=_takes_native)
+def _run_native(
+    x: Tensor,
+    segments: RowSegments,
+    changes: LowRankChanges,
+    tiles: RowTiles | None,
+    residual: Tensor | None,
+) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
+    """Of few rows; of many the Triton kernel is as near to the memory's rate."""
+    (m, k), n = x.shape, changes.n
+    tiles = tiles_on(x.device, segments, m) if tiles is None else tiles
+    fits = tiles.size == _TILE_SIZES[0] and changes.max_rank <= _NATIVE_RANK
+    fits = fits and n % _VEC == 0 and k % _VEC == 0 and is_aligned(x)
+    if residual is not None:
+        fits = fits and is_aligned(residual) and residual.stride(0) % _VEC == 0
+    if not fits:
+        return _run_triton(x, segments, changes, tiles, residual)
+    out = x.new_empty((m, n))
+    native.require_kernel("low_rank", x.device)(
+        x=x,
+        residual=residual,
+        residual_stride=0 if residual is None else residual.stride(0),
+        out=out,
+        rows=tiles.rows,
+        tiles=tiles.table,
+        addresses=changes.addresses,
+        ranges=changes.ranges,
+        num_tiles=len(tiles.table),
+        n=n,
+        k=k,
+        max_rank=changes.max_rank,
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=native.launch_args(x.device),
+    )
+    return out, None
 
 
 @LOW_RANK.triton_kernel(beside="")
 def _run_triton(
-    x: Tensor, segments: RowSegments, changes: LowRankChanges, tiles: RowTiles | None
-) -> Callable[[Tensor], None]:
-    found: Callable[[Tensor], None] = triton_backend.kernels(x.device).start_low_rank(
+    x: Tensor,
+    segments: RowSegments,
+    changes: LowRankChanges,
+    tiles: RowTiles | None,
+    residual: Tensor | None,
+) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
+    found: tuple[Tensor | None, Callable[[Tensor], None] | None]
+    found = triton_backend.kernels(x.device).start_low_rank(
         x,
         tiles_on(x.device, segments, x.shape[0]) if tiles is None else tiles,
+        residual,
         n=changes.n,
         addresses=changes.addresses,
         ranges=changes.ranges,
@@ -268,8 +320,12 @@ def _run_triton(
 
 @LOW_RANK.in_torch()
 def _run_torch(
-    x: Tensor, segments: RowSegments, changes: LowRankChanges, tiles: RowTiles | None
-) -> Callable[[Tensor], None]:
+    x: Tensor,
+    segments: RowSegments,
+    changes: LowRankChanges,
+    tiles: RowTiles | None,
+    residual: Tensor | None,
+) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
     """Two products for each owner of rows, which are gathered where they are apart."""
 
     def add(d: Tensor) -> None:
@@ -291,7 +347,7 @@ def _run_torch(
             sums = x[apart] @ change.a.T @ change.b.T
             d.index_add_(0, apart, sums if change.bias is None else sums + change.bias)
 
-    return add
+    return residual, add
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -331,8 +387,17 @@ class AdaptedWeight(QuantizedWeight):
     ) -> Tensor:
         base = self.base
         # All rows of a gated weight: the change is that of gates and values, before their product.
-        add = start_low_rank(x, self.segments, self.changes, tiles=self.tiles)
-        d = (base.fused if isinstance(base, GatedWeight) else base).matmul(x)
-        add(d)
+        fused = base.fused if isinstance(base, GatedWeight) else base
+        is_last = activation == "none" and fused is base  # nothing comes between product and sum
+        before, add = start_low_rank(
+            x,
+            self.segments,
+            self.changes,
+            tiles=self.tiles,
+            residual=residual if is_last else None,
+        )
+        d = fused.matmul(x, residual=before)
+        if add is not None:
+            add(d)
         d = base.activated(d, activation)
-        return d if residual is None else d.add_(residual)
+        return d if residual is None or is_last else d.add_(residual)

@@ -21,7 +21,7 @@ def adapter_fields(total_tokens: int, num_sequences: int) -> tuple[BlockField, .
 
 def adapter_arrays(rows: AdapterRows, total_tokens: int) -> dict[str, np.ndarray]:
     """By field; tiles behind them are empty.  total_tokens: of the fields."""
-    numbers, tiles = row_tiles(rows.segments, tile_size(total_tokens))
+    numbers, tiles = row_tiles(rows.segments, total_tokens)
     return {_ROWS: numbers, _TILES: tiles}
 
 

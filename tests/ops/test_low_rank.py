@@ -1,5 +1,9 @@
 """Low-rank changes of row segments: against f64, in torch and by the Triton kernels."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -14,9 +18,10 @@ from bytetx.ops.low_rank import (
     AdaptedWeight,
     LowRankChange,
     LowRankChanges,
-    add_low_rank,
+    RowTiles,
     max_tiles,
     row_tiles,
+    start_low_rank,
     tiles_on,
 )
 
@@ -36,6 +41,14 @@ RANKS = (1, 17, 64)
 def segments_of(parts: list[tuple[int, int]]) -> RowSegments:
     bounds = np.cumsum([0, *(rows for rows, _ in parts)])
     return RowSegments.of(np.array([owner for _, owner in parts]), bounds)
+
+
+def changes_of(by_owner: Sequence[LowRankChange | None]) -> LowRankChanges:
+    given = [change for change in by_owner if change is not None]
+    changes = LowRankChanges.for_these(given, num_owners=len(by_owner))
+    for owner, change in enumerate(by_owner):
+        changes.put(owner, change)
+    return changes
 
 
 def operands(
@@ -66,7 +79,7 @@ def operands(
             bias = torch.randn(n, device=device).to(dtype)
             a, b = own.a[:rank].contiguous(), own.b[:, :rank].contiguous()
             changes[owner] = LowRankChange(a, b, bias)
-    return d, x, segments_of(ROWS[rows]), LowRankChanges.of(changes)
+    return d, x, segments_of(ROWS[rows]), changes_of(changes)
 
 
 def exact(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChanges) -> Tensor:
@@ -100,30 +113,46 @@ def test_each_row_gets_its_owners_change(
 ) -> None:
     d, x, segments, changes = operands(rows, n, k, dtype, device)
     right = exact(d, x, segments, changes)
+    residual = torch.randn_like(d)
     for backend in LOW_RANK.backends:
-        if backend.why_missing(x.device) is None:
-            ours = d.clone()
-            backend.run(x, segments, changes, None)(ours)
-            assert_right(ours, right)
-    add_low_rank(d, x, segments, changes)
-    assert_right(d, right)
+        if backend.why_missing(x.device) is None and backend.takes(x.device, dtype):
+            run = partial(backend.run, x, segments, changes, None)
+            assert_right(changed(d, run(None)), right)
+            assert_right(changed(d, run(residual)), right + residual.double())
+    assert_right(changed(d, start_low_rank(x, segments, changes)), right)
 
 
-def run_triton(d: Tensor, x: Tensor, segments: RowSegments, changes: LowRankChanges) -> None:
+def changed(
+    product: Tensor, started: tuple[Tensor | None, Callable[[Tensor], None] | None]
+) -> Tensor:
+    """A product's rows as the layer computes them from here."""
+    residual, add = started
+    d = product.clone() if residual is None else product + residual
+    if add is not None:
+        add(d)
+    return d
+
+
+def run_triton(
+    x: Tensor,
+    segments: RowSegments,
+    changes: LowRankChanges,
+    residual: Tensor | None = None,
+    tiles: RowTiles | None = None,
+) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
     pytest.importorskip("triton")
     from bytetx.ops import triton_kernels
 
-    tiles = tiles_on(x.device, segments, len(x))
-    add = triton_kernels.start_low_rank(
+    return triton_kernels.start_low_rank(
         x,
-        tiles,
+        tiles_on(x.device, segments, len(x)) if tiles is None else tiles,
+        residual,
         n=changes.n,
         addresses=changes.addresses,
         ranges=changes.ranges,
         max_rank=changes.max_rank,
         has_bias=changes.has_bias,
     )
-    add(d)
 
 
 @pairwise({"rows": list(ROWS), "n": [8, 130], "k": [16, 200, 1100], "ranks": [RANKS, (3, 100, 16)]})
@@ -131,8 +160,52 @@ def test_triton_computes_the_same(rows: str, n: int, k: int, ranks: tuple[int, .
     device = "cuda" if torch.cuda.is_available() else "cpu"
     d, x, segments, changes = operands(rows, n, k, torch.float32, device, ranks)
     right = exact(d, x, segments, changes)
-    run_triton(d, x, segments, changes)
-    assert_right(d, right)
+    assert_right(changed(d, run_triton(x, segments, changes)), right)
+    wide = torch.randn(len(x), n + 3, device=device)[:, :n]  # rows apart
+    started = run_triton(x, segments, changes, wide)
+    assert_right(changed(d, started), right + wide.double())
+
+
+@pytest.mark.gpu
+@pairwise(
+    {
+        "rows": ["one", "apart", "decode", "last"],
+        "n": [8, 136, 2056],
+        "k": [16, 1032, 2056],
+        "ranks": [(1, 16, 7), (32, 17, 2), (250, 100, 33)],
+        "dtype": [torch.float16, torch.bfloat16],
+    }
+)
+def test_the_native_kernel(
+    rows: str, n: int, k: int, ranks: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    d, x, segments, changes = operands(rows, n, k, dtype, "cuda", ranks)
+    backend = LOW_RANK.choose(x.device, dtype)
+    if backend.name != "native":
+        pytest.skip("the core has no such kernel")
+    first = changes.by_owner[2]  # of which some outputs have other ranks than others, some none
+    if first is not None and n > 1000:
+        half = first.rank // 2
+        first.b[:500, half:] = first.b[500:1100] = first.b[1100:, :half] = 0
+        changes.put(2, first)
+    nothing = torch.zeros_like(d)
+    change = exact(nothing, x, segments, changes)
+    for residual in (None, d, torch.randn(len(x), n + 8, device="cuda").to(dtype)[:, :n]):
+        found, add = backend.run(x, segments, changes, None, residual)
+        assert add is None and found.is_contiguous()
+        assert_right(found, change if residual is None else change + residual.double())
+
+
+@pytest.mark.parametrize("rows", ["apart", "decode"])
+def test_tiles_behind_the_last_are_left_alone(rows: str) -> None:
+    """As of a captured step: as many as any batch of the sizes needs."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    d, x, segments, changes = operands(rows, 130, 48, torch.float32, device)
+    tiles = tiles_on(x.device, segments, len(x))
+    table = torch.zeros(len(tiles.table) + 70, 3, dtype=torch.int32, device=device)
+    table[: len(tiles.table)] = tiles.table
+    started = run_triton(x, segments, changes, tiles=replace(tiles, table=table))
+    assert_right(changed(d, started), exact(d, x, segments, changes))
 
 
 @pytest.mark.parametrize("rows", ["apart", "many"])
@@ -151,24 +224,27 @@ def test_outputs_that_a_change_leaves_alone(rows: str) -> None:
     used = changes.ranges[0].tolist()
     assert used[0] == [0, 16] and used[1][1] == 0 and used[2] == [16, 32]
     before, right = d.clone(), exact(d, x, segments, changes)
-    run_triton(d, x, segments, changes)
+    d = changed(d, run_triton(x, segments, changes))
     assert_right(d, right)
     assert torch.equal(d[:, 128:256], before[:, 128:256])
 
 
 @pytest.mark.parametrize("rows", list(ROWS))
-@pytest.mark.parametrize("size", [1, 16, 128])
-def test_tiles_hold_each_row_once(rows: str, size: int) -> None:
+def test_tiles_hold_each_row_once(rows: str) -> None:
     segments, total = segments_of(ROWS[rows]), sum(count for count, _ in ROWS[rows])
-    numbers, table = row_tiles(segments, size)
-    owners = np.full(total, -1)
+    numbers, table = row_tiles(segments, total)
+    tiles = tiles_on(torch.device("cpu"), segments, total)
+    owners, is_held = np.full(total, -1), np.zeros(total, dtype=bool)
     for first, count, owner in table.tolist():
-        assert 0 < count <= size
-        assert (owners[numbers[first : first + count]] == -1).all()
-        owners[numbers[first : first + count]] = owner
-    assert owners.tolist() == [owner for count, owner in ROWS[rows] for _ in range(count)]
-    table = tiles_on(torch.device("cpu"), segments, total).table
-    assert len(table) <= max_tiles(total, len(ROWS[rows]))
+        assert 0 < count <= tiles.size
+        own = numbers[first : first + count]
+        assert not is_held[own].any()
+        owners[own], is_held[own] = owner, True
+    right = [owner for count, owner in ROWS[rows] for _ in range(count)]
+    assert owners.tolist() == right
+    # Few rows: those without an owner, too.
+    assert is_held.all() if tiles.size == 16 else (is_held == (owners >= 0)).all()
+    assert len(table) == len(tiles.table) <= max_tiles(total, len(ROWS[rows]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -206,20 +282,22 @@ def test_gates_and_values_are_both_changed(device: str) -> None:
 def test_operands_are_checked() -> None:
     d, x, segments, changes = operands("last", 8, 16, torch.float32, "cpu")
     with pytest.raises(ValueError, match="an entry for each of 3 owners, got 2"):
-        add_low_rank(d, x, segments, LowRankChanges.of(changes.by_owner[:2]))
+        start_low_rank(x, segments, changes_of(changes.by_owner[:2]))
     with pytest.raises(ValueError, match="x must"):
-        add_low_rank(d, x[:, :8].contiguous(), segments, changes)
+        start_low_rank(x[:, :8].contiguous(), segments, changes)
     first, *others = changes.by_owner
     assert first is not None
     narrow = LowRankChange(first.a[:, :8].contiguous(), first.b)
     with pytest.raises(ValueError, match="a must"):
-        LowRankChanges.of((*others, narrow))
-    with pytest.raises(ValueError, match="not None"):
-        LowRankChanges.of((None, None))
+        changes_of((*others, narrow))
+    with pytest.raises(ValueError, match="residual must"):
+        start_low_rank(x, segments, changes, residual=d[1:])
+    _, add = start_low_rank(x, segments, changes)
+    assert add is not None
     with pytest.raises(ValueError, match="d must"):
-        add_low_rank(d[1:], x, segments, changes)
+        add(d[1:])
     with pytest.raises(ValueError, match="x has 10 rows"):
-        add_low_rank(d[:10], x[:10], segments, changes)
+        start_low_rank(x[:10], segments, changes)
 
 
 def test_rows_of_one_adapter_are_found_wherever_they_are() -> None:

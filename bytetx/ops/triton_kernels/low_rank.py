@@ -12,7 +12,7 @@ from bytetx.ops.low_rank import RANGE_COLUMNS, RowTiles
 from bytetx.ops.triton_kernels.launch import dot_precision, launch, launches_early
 
 _MAX_FUSED_RANK = 64  # ranks that a program holds
-_MANY_ROWS = 64  # from tiles of this size on, one kernel computes both products
+_MANY_ROWS = 64  # from tiles of this size on, the change is added to the product
 _MAX_SPLITS = 8
 _EXPAND_PROGRAMS = 16  # for tiles of few rows
 
@@ -21,15 +21,18 @@ _EXPAND_PROGRAMS = 16  # for tiles of few rows
 def _tile(number, rows, tiles, factors, BLOCK_M: tl.constexpr):
     """(row numbers, which of them count, owner, its rank, the address of its bias or 0) of a tile.
 
-    One without rows has no rank and no bias. Rows beyond its end are read as row 0, and not stored.
+    One without rows or owner has no rank and no bias, and owner 0. Rows beyond its end are read as
+    row 0, and not stored.
     """
     tile = tiles + 3 * number
     first, num_rows, owner = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     offsets = tl.arange(0, BLOCK_M)
     own = offsets < num_rows
     numbers = tl.load(rows + first + offsets, mask=own, other=0)
-    rank = tl.where(num_rows > 0, tl.load(factors + 4 * owner + 2).to(tl.int32), 0)
-    bias = tl.where(num_rows > 0, tl.load(factors + 4 * owner + 3), 0)
+    has_owner = (num_rows > 0) & (owner >= 0)
+    owner = tl.maximum(owner, 0)
+    rank = tl.where(has_owner, tl.load(factors + 4 * owner + 2).to(tl.int32), 0)
+    bias = tl.where(has_owner, tl.load(factors + 4 * owner + 3), 0)
     return numbers.to(tl.int64), own, owner, rank, bias
 
 
@@ -112,7 +115,8 @@ def _shrink_kernel(
 
 @triton.jit(do_not_specialize=["m", "num_tiles"])
 def _expand_kernel(
-    d,
+    out,
+    before,
     middle,
     rows,
     tiles,
@@ -121,8 +125,10 @@ def _expand_kernel(
     num_tiles,
     m,
     n,
-    stride,
+    out_stride,
+    before_stride,
     max_rank,
+    ADDS: tl.constexpr,
     EARLY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     RANGE: tl.constexpr,
@@ -132,8 +138,9 @@ def _expand_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """d += middle.sum(0) @ b.T, of a block of columns, and of every num_programs-th tile of rows.
+    """out = before + middle.sum(0) @ b.T of a block of columns, and of every num_programs-th tile.
 
+    ADDS: "in place", before is out; "residual"; "nothing", and before is not read.
     Tiles without rows are many, and a program for each would take longer than the products.
     """
     if EARLY:
@@ -146,14 +153,20 @@ def _expand_kernel(
         part = block * BLOCK_N // RANGE
         used = ranges + 2 * (owner.to(tl.int64) * tl.cdiv(n, RANGE) + part)
         first, end = tl.load(used), tl.minimum(tl.load(used + 1), rank)
-        limit = tl.where(first < end, n, tl.where(bias != 0, n, 0))
+        if ADDS == "in place":
+            limit = tl.where(first < end, n, tl.where(bias != 0, n, 0))
+        else:
+            limit = tl.load(tiles + 3 * number + 1)
         if limit > 0:
-            b = tl.load(factors + 4 * owner + 1).to(tl.pointer_type(d.dtype.element_ty))
+            b = tl.load(factors + 4 * owner + 1).to(tl.pointer_type(out.dtype.element_ty))
             mask = own[:, None] & (columns < n)[None, :]
-            places = d + numbers[:, None] * stride + columns[None, :]
-            acc = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+            if ADDS == "nothing":
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            else:
+                places = before + numbers[:, None] * before_stride + columns[None, :]
+                acc = tl.load(places, mask=mask, other=0.0).to(tl.float32)
             if HAS_BIAS:
-                acc += _bias_of(bias, columns, n, d)[None, :]
+                acc += _bias_of(bias, columns, n, out)[None, :]
             b_rows = b + tl.minimum(columns, n - 1).to(tl.int64)[:, None] * rank
             for start in range(first // 16 * 16, end, BLOCK_R):
                 ranks = start + tl.arange(0, BLOCK_R)
@@ -165,7 +178,8 @@ def _expand_kernel(
                     one = sums + split * m.to(tl.int64) * max_rank
                     left += tl.load(one, mask=is_own, other=0.0)
                 acc = tl.dot(left.to(right.dtype), tl.trans(right), acc, input_precision=PRECISION)
-            tl.store(places, acc.to(d.dtype.element_ty), mask=mask)
+            places = out + numbers[:, None] * out_stride + columns[None, :]
+            tl.store(places, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -218,21 +232,22 @@ def _change_kernel(
 def start_low_rank(
     x: Tensor,
     tiles: RowTiles,
+    residual: Tensor | None,
     *,
     n: int,
     addresses: Tensor,
     ranges: Tensor,
     max_rank: int,
     has_bias: bool,
-) -> Callable[[Tensor], None]:
+) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
     """ops.low_rank.start_low_rank on checked arguments; the others as of its LowRankChanges."""
     (m, k), num_tiles = x.shape, len(tiles.table)
     if not num_tiles or not n or not k:
-        return _add_nothing
+        return residual, None
+    tables = (tiles.rows, tiles.table, addresses)
     block_r = min(max(triton.next_power_of_2(max_rank), 16), _MAX_FUSED_RANK)
     meta = {"PRECISION": dot_precision(x.dtype), "BLOCK_M": tiles.size, "BLOCK_R": block_r}
     meta |= {"num_warps": 4, "num_stages": 3}
-    tables = (tiles.rows, tiles.table, addresses)
     itemsize, is_few = x.element_size(), tiles.size < _MANY_ROWS
     sizes = (x.dtype, k, n, max_rank, has_bias, *meta.values())
     # Products of f32 are not the tensor cores': their tiles are small.
@@ -245,7 +260,7 @@ def start_low_rank(
             grid = (num_tiles,)
             launch(_change_kernel, grid, d, x, *tables, ranges, n, k, d.stride(0), **options)
 
-        return change
+        return residual, change
     # 49 KiB for three stages of a, beside x: other GPUs have 99 KiB a block.
     block_k = (min(512, 16384 // block_r) if is_few else 128) // itemsize
     splits, split_k = 1, k
@@ -260,16 +275,19 @@ def start_low_rank(
     grid = (num_tiles, splits)
     launch(_shrink_kernel, grid, x, middle, *tables, m, k, split_k, max_rank, **shrink)
 
-    def expand(d: Tensor) -> None:
-        options = {"key": (*sizes, d.stride(0)), "SPLITS": splits, **added, **meta}
-        options["BLOCK_R"] = block_r if itemsize < 4 else 16
-        places = (d, middle, *tables, ranges, num_tiles, m, n, d.stride(0), max_rank)
+    def expand(out: Tensor, before: Tensor | None) -> None:
+        adds = "nothing" if before is None else "in place" if before is out else "residual"
+        before = out if before is None else before
+        strides = (out.stride(0), before.stride(0))
+        options = {"key": (*sizes, *strides, adds), "SPLITS": splits, **added, **meta}
+        options |= {"ADDS": adds, "BLOCK_R": block_r if itemsize < 4 else 16}
+        places = (out, before, middle, *tables, ranges, num_tiles, m, n, *strides, max_rank)
         most = _EXPAND_PROGRAMS if is_few else num_tiles
         grid = (min(num_tiles, most), triton.cdiv(n, block_n))
         launch(_expand_kernel, grid, *places, **options)
 
-    return expand
-
-
-def _add_nothing(d: Tensor) -> None:
-    pass
+    if not is_few:
+        return residual, lambda d: expand(d, d)
+    out = x.new_empty((m, n))
+    expand(out, residual)
+    return out, None
