@@ -40,7 +40,7 @@ _PIECE_NUMBERS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a tensor: ranges of one dim, 0 or 1, concatenated."""
+    """A part of a tensor: ranges of one dim, concatenated."""
 
     dim: int
     ranges: tuple[range, ...]
@@ -104,8 +104,8 @@ class SavedTensor:
         tensor = self._allocated(tuple(shape), dtype or FLOAT_DTYPES[self.dtype])
         try:
             with self.path.open("rb") as file:
-                if part is not None and part.dim == 1:
-                    self._read_columns(file, tensor, part.ranges)
+                if part is not None and part.dim > 0:
+                    self._read_inner(file, tensor, part)
                 else:
                     self._read_rows(file, tensor, part)
         except OSError as error:
@@ -155,14 +155,12 @@ class SavedTensor:
             for piece in span.split(_PIECE_NUMBERS):
                 piece.copy_(self._staged(file, piece.shape))
 
-    def _read_columns(
-        self, file: BufferedReader, tensor: torch.Tensor, columns: tuple[range, ...]
-    ) -> None:
+    def _read_inner(self, file: BufferedReader, tensor: torch.Tensor, part: Part) -> None:
         """Reads full rows in pieces, because a row's part may be smaller than a disk block."""
         file.seek(self.offset)
-        for piece in tensor.split(max(1, _PIECE_NUMBERS // self.shape[1])):
-            staged = self._staged(file, (len(piece), self.shape[1]))
-            piece.copy_(take_part(staged, Part(1, columns)))
+        row = self.shape[1:]
+        for piece in tensor.split(max(1, _PIECE_NUMBERS // max(1, math.prod(row)))):
+            piece.copy_(take_part(self._staged(file, (len(piece), *row)), part))
 
     def _staged(self, file: BufferedReader, shape: tuple[int, ...]) -> torch.Tensor:
         staged = torch.empty(shape, dtype=FLOAT_DTYPES[self.dtype])

@@ -57,8 +57,8 @@ class StagedReader:
         try:
             with saved.path.open("rb", buffering=0) as opened:
                 file = opened.fileno()
-                if part is not None and part.dim == 1:
-                    self._read_columns(file, saved, tensor, part)
+                if part is not None and part.dim > 0:
+                    self._read_inner(file, saved, tensor, part)
                 else:
                     self._read_rows(file, saved, tensor.view(-1), part)
         except OSError as error:
@@ -88,15 +88,14 @@ class StagedReader:
                     piece.copy_(self._on_device(staged, piece.dtype), non_blocking=True)
                 offset += piece.numel() * itemsize
 
-    def _read_columns(
-        self, file: int, saved: SavedTensor, tensor: torch.Tensor, part: Part
-    ) -> None:
-        width, itemsize = saved.shape[1], saved.torch_dtype.itemsize
-        count = max(1, self._buffer_bytes // (width * itemsize))
+    def _read_inner(self, file: int, saved: SavedTensor, tensor: torch.Tensor, part: Part) -> None:
+        row, itemsize = saved.shape[1:], saved.torch_dtype.itemsize
+        width = math.prod(row)
+        count = max(1, self._buffer_bytes // max(1, width * itemsize))
         offset = saved.offset
         for piece in tensor.split(count):
             with self._filled(file, saved, offset, len(piece) * width) as staged:
-                rows = staged.to(self.device, non_blocking=True).view(len(piece), width)
+                rows = staged.to(self.device, non_blocking=True).view(len(piece), *row)
                 piece.copy_(take_part(rows, part))
             offset += len(piece) * width * itemsize
 
