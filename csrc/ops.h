@@ -243,6 +243,7 @@ struct VarlenAttentionParams {
     const int64_t* cu_keys;         // [batch_size + 1], starts at 0: where each sequence's begin
     const float* relative_bias;     // [num_heads, 2 * relative_bias_span - 1], or null for none
     const int32_t* bias_positions;  // [total_tokens] in [0, span), or null: index in the sequence
+    const float* sinks;             // [num_heads]: a further score a row, without a value; or null
     void* workspace;                // varlen_attention_workspace_bytes(), any content
     int64_t workspace_bytes;
     int64_t batch_size;

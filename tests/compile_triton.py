@@ -106,7 +106,8 @@ def launch_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, mean_tokens:
     """Every kernel of attention, on [total, heads, head_dim] and four sequences' ends."""
     total, heads, head_dim = q.shape
     bounds = triton_kernels.sequence_bounds(ends, total)
-    for options in ({}, {"causal": True, "window": 128}, {"softcap": 30.0}):
+    sinks = {"sinks": torch.zeros(heads), "window": 129}
+    for options in ({}, {"causal": True, "window": 128}, {"softcap": 30.0}, sinks):
         triton_kernels.varlen_attention(
             q, k, v, bounds, batch_size=4, softmax_scale=0.1, out=torch.empty_like(q), **options
         )

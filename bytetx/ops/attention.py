@@ -36,7 +36,7 @@ class AttentionCalls(NamedTuple):
     changes_scores: whether there is a softcap or a bias.  has_mask: whether calls are causal, have
     a window, or fewer key heads.  is_aligned: whether rows start at multiples of 16 bytes.
     has_scale: whether softmax_scale is above 0.  has_work: whether there is a row and a sequence.
-    has_tree: whether sequences continue others.
+    has_tree: whether sequences continue others.  has_sinks: whether rows have a score of no key.
     """
 
     dtype: torch.dtype
@@ -47,6 +47,7 @@ class AttentionCalls(NamedTuple):
     has_scale: bool = True
     has_work: bool = True
     has_tree: bool = False
+    has_sinks: bool = False
 
 
 # run takes what varlen_attention does, checked, with every option given.
@@ -66,6 +67,7 @@ def varlen_attention(
     softcap: float = 0.0,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
+    sinks: Tensor | None = None,
     plan: AttentionPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -83,6 +85,8 @@ def varlen_attention(
     relative_bias: f32 [num_heads, 2 * span - 1], span >= max_seqlen; score(i, j) of a head gets
     relative_bias[head, position(j) - position(i) + span - 1], where position is the index in the
     sequence, or bias_positions: int32 [total_tokens], values in [0, span).
+    sinks: f32 [num_heads], contiguous: a score of each row of a head beside those of its keys,
+        neither scaled nor capped, whose weight goes to no value; not with a tree.
     plan: plan_attention's for this batch, made once for all layers; where None and a kernel wants
     one, the call makes its own.  With a plan, cu_seqlens may end before total_tokens: the rows past
     its end are padding, which is neither read by the sequences nor written.  With a plan of a tree,
@@ -92,7 +96,7 @@ def varlen_attention(
     Returns out, q's dtype; accumulates in f32.
     Raises ValueError on shape, dtype or device mismatch.
     Source: FlashAttention-2 (arXiv 2307.08691), section 3; zero padding as in ByteTransformer
-    (arXiv 2210.03052).
+    (arXiv 2210.03052); sinks as of gpt-oss (arXiv 2508.10925), section 2.
     """
     tree = None if plan is None else plan.tree
     _check(q, k, v, cu_seqlens, out, num_keys=None if tree is None else tree.total_keys)
@@ -105,6 +109,8 @@ def varlen_attention(
             max_seqlen=max_seqlen,
             device=q.device,
         )
+    if sinks is not None:
+        _require_sinks(sinks, q, has_tree=tree is not None)
     if window < 0:
         raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
     require_softcap(softcap)
@@ -127,6 +133,7 @@ def varlen_attention(
             softcap=softcap,
             relative_bias=relative_bias,
             bias_positions=bias_positions,
+            sinks=sinks,
         )
         return attended if out is None else out.copy_(attended)
     attended = VARLEN_ATTENTION.choose(
@@ -140,6 +147,7 @@ def varlen_attention(
             has_scale=softmax_scale > 0,
             has_work=q.shape[0] > 0 and cu_seqlens.shape[0] > 1,
             has_tree=tree is not None,
+            has_sinks=sinks is not None,
         ),
     ).run(
         q,
@@ -153,6 +161,7 @@ def varlen_attention(
         softcap=softcap,
         relative_bias=relative_bias,
         bias_positions=bias_positions,
+        sinks=sinks,
         plan=plan,
         out=out,
     )
@@ -168,8 +177,8 @@ def _are_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _takes_plan(device: torch.device, calls: AttentionCalls) -> bool:
     fits = calls.dtype in HALF_DTYPES and 0 < calls.head_dim <= MAX_HEAD_DIM
-    if calls.has_tree and calls.changes_scores:
-        return False  # the kernel has no tiles for both
+    if calls.has_sinks or (calls.has_tree and calls.changes_scores):
+        return False  # the kernel has no sinks, and no tiles for both of the others
     return fits and calls.is_aligned and calls.has_scale and calls.has_work
 
 
@@ -178,12 +187,14 @@ def _takes_triton(device: torch.device, calls: AttentionCalls) -> bool:
     score is changed and head_dim is a multiple of 4."""
     if not 0 < calls.head_dim <= MAX_HEAD_DIM or not calls.has_work:
         return False
-    is_plain = not (calls.changes_scores or calls.has_mask)
+    is_plain = not (calls.changes_scores or calls.has_mask or calls.has_sinks)
     return calls.dtype in HALF_DTYPES or not is_plain or calls.head_dim % 4 != 0
 
 
-def _takes_wide(device: torch.device, calls: AttentionCalls) -> bool:
-    """Heads that no other kernel takes."""
+def _takes_more(device: torch.device, calls: AttentionCalls) -> bool:
+    """Heads, and calls with sinks, that no other kernel takes."""
+    if calls.has_sinks and _takes_triton(device, calls):
+        return True
     is_wide = MAX_HEAD_DIM < calls.head_dim <= MAX_WIDE_HEAD_DIM
     return is_wide and calls.dtype in HALF_DTYPES and calls.has_work and not calls.has_tree
 
@@ -212,7 +223,8 @@ VARLEN_ATTENTION.native_kernel("cuda", kernel="planned_attention", takes=_takes_
 VARLEN_ATTENTION.triton_kernel(beside="planned_attention", takes=_takes_triton)(
     partial(_run_by_plan, run_triton)
 )
-VARLEN_ATTENTION.triton_kernel(beside="", takes=_takes_wide)(partial(_run_by_plan, run_triton))
+# Where the native kernel serves the GPU, Triton's runs what that one has not.
+VARLEN_ATTENTION.triton_kernel(beside="", takes=_takes_more)(partial(_run_by_plan, run_triton))
 
 
 def _plan_for(
@@ -224,6 +236,7 @@ def _plan_for(
     *,
     softcap: float,
     relative_bias: Tensor | None,
+    sinks: Tensor | None,
     **_: object,
 ) -> AttentionPlan:
     if plan is None:
@@ -235,6 +248,7 @@ def _plan_for(
             window=window,
             has_bias=relative_bias is not None,
             softcap=softcap,
+            has_sinks=sinks is not None,
         )
         assert plan is not None  # _takes_plan said that there is a kernel
         return plan
@@ -273,6 +287,7 @@ def run_kernel(
     softcap: float = 0.0,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
+    sinks: Tensor | None = None,
     plan: AttentionPlan | None = None,
     out: Tensor | None = None,
     isa: str = "auto",
@@ -297,6 +312,7 @@ def run_kernel(
         cu_keys=cu_keys,
         relative_bias=relative_bias,
         bias_positions=bias_positions,
+        sinks=sinks,
         workspace=torch.empty(num_bytes, dtype=torch.uint8),
         workspace_bytes=num_bytes,
         batch_size=batch_size,
@@ -333,7 +349,8 @@ def _why_no_flash(device: torch.device) -> str | None:
 
 def _takes_flash(device: torch.device, calls: AttentionCalls) -> bool:
     fits = calls.head_dim % 8 == 0 and calls.head_dim <= MAX_HEAD_DIM and not calls.has_tree
-    return fits and calls.dtype in HALF_DTYPES and calls.has_work and not calls.changes_scores
+    is_softmax = not (calls.changes_scores or calls.has_sinks)
+    return fits and calls.dtype in HALF_DTYPES and calls.has_work and is_softmax
 
 
 @VARLEN_ATTENTION.register(
@@ -363,7 +380,7 @@ def _flash(
 
 
 def _takes_memory_efficient(device: torch.device, calls: AttentionCalls) -> bool:
-    is_plain = not (calls.changes_scores or calls.has_mask)
+    is_plain = not (calls.changes_scores or calls.has_mask or calls.has_sinks)
     return calls.dtype == torch.float32 and calls.head_dim % 4 == 0 and calls.has_work and is_plain
 
 
@@ -467,6 +484,14 @@ def _check_operands(
     require_contiguous("cu_seqlens", cu_seqlens)
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must have batch_size + 1 entries, got 0")
+
+
+def _require_sinks(sinks: Tensor, q: Tensor, *, has_tree: bool) -> None:
+    shape, f32 = (q.shape[1],), (torch.float32,)
+    require_tensor("sinks", sinks, shape=shape, dtypes=f32, device=q.device)
+    require_contiguous("sinks", sinks)
+    if has_tree:
+        raise ValueError("sinks must be None where sequences continue others (a plan of a tree)")
 
 
 def require_bias(

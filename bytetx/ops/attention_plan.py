@@ -62,6 +62,7 @@ def plan_attention(
     window: int = 0,
     has_bias: bool = False,
     softcap: float = 0.0,
+    has_sinks: bool = False,
     batch_invariant: bool = False,
     tree: SequenceTree | None = None,
     tables: Tensor | None = None,
@@ -70,7 +71,7 @@ def plan_attention(
 
     cu_seqlens: int32 [batch_size + 1].  total_tokens: rows of q; where it is more than
     cu_seqlens[-1], the rows past that are padding, which no sequence reads and nobody writes.
-    causal, window, head_dim, has_bias, softcap: as the calls that will use the plan.
+    causal, window, head_dim, has_bias, softcap, has_sinks: as the calls that will use the plan.
     batch_invariant: every sequence opens a tile and one kernel runs them all, so that a sequence's
     bits depend on it alone; of the native kernel.
     tree: of this batch, where sequences continue others; its plan is made on the host.  Raises
@@ -87,7 +88,7 @@ def plan_attention(
             raise ValueError("attention with a tree must be causal and without a relative_bias")
         made_for = (batch_size, total_tokens, causal, window, batch_invariant)
         return _plan_tree(tree, tables, head_dim, softcap, cu_seqlens.device, *made_for)
-    if not has_planned_kernel(cu_seqlens.device) or head_dim > MAX_HEAD_DIM:
+    if has_sinks or head_dim > MAX_HEAD_DIM or not has_planned_kernel(cu_seqlens.device):
         if why_no_triton(cu_seqlens.device) is not None:
             return None
         bounds = triton_backend.kernels(cu_seqlens.device).sequence_bounds(cu_seqlens, total_tokens)
@@ -235,6 +236,7 @@ def run_planned(
     softcap: float,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
+    sinks: None,
     out: Tensor | None,
 ) -> Tensor:
     """The Hopper kernel on checked arguments that it takes."""
@@ -283,6 +285,7 @@ def run_triton(
     softcap: float,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
+    sinks: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
     """Triton's kernel on checked arguments that it takes."""
@@ -316,6 +319,7 @@ def run_triton(
         softcap=softcap,
         relative_bias=relative_bias,
         bias_positions=bias_positions,
+        sinks=sinks,
         out=out,
     )
     return attended

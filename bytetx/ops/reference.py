@@ -30,6 +30,7 @@ def varlen_attention(
     softcap: float = 0.0,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * softmax_scale + bias) v within each sequence, one run of sequences at a time.
 
@@ -37,6 +38,7 @@ def varlen_attention(
     cu_seqlens: int32 [batch_size + 1].  causal, window, softcap: see
     ops.attention.varlen_attention.
     relative_bias: f32 [num_heads, 2 * span - 1]; bias_positions: int32 [total_tokens] or None.
+    sinks: f32 [num_heads] or None.
     Returns contiguous [total_tokens, num_heads, head_dim] in q's dtype.  Reads cu_seqlens on the
     host (one synchronisation on CUDA).  Nothing of size [batch_size, max_seqlen] is allocated.
     """
@@ -58,7 +60,7 @@ def varlen_attention(
             else bias_positions[rows]
         )
         mask = _Mask(causal, window, relative_bias, positions)
-        attended = _attend(qs, ks, vs, softmax_scale, mask, softcap)
+        attended = _attend(qs, ks, vs, softmax_scale, mask, softcap, sinks)
         out[rows] = attended.transpose(1, 2).flatten(0, 1)
     return out
 
@@ -180,13 +182,20 @@ class _Mask:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, mask: _Mask, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    mask: _Mask,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of [count, num_heads, seqlen, head_dim] operands."""
-    if mask.relative_bias is None and not mask.window and not softcap:
+    is_plain = mask.relative_bias is None and not mask.window
+    if is_plain and not softcap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=mask.causal)
     count, num_heads, seqlen = q.shape[:3]
-    num_blocks = num_heads * seqlen * (count if softcap else 1)
+    num_blocks = num_heads * seqlen * (count if softcap or sinks is not None else 1)
     block_rows = max(1, _MAX_BIAS_ELEMENTS // num_blocks)
     blocks = [
         _attend_masked(
@@ -196,6 +205,7 @@ def _attend(
             mask.rows(first, min(first + block_rows, seqlen)),
             softmax_scale=softmax_scale,
             softcap=softcap,
+            sinks=sinks,
         )
         for first in range(0, seqlen, block_rows)
     ]
@@ -203,14 +213,27 @@ def _attend(
 
 
 def _attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, softmax_scale: float, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    *,
+    softmax_scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q, k, v: f32 [..., rows, head_dim].  mask: added to the scores, f32 [num_heads or 1, ...]."""
-    if not softcap:
+    if not softcap and sinks is None:
         mask = mask[None] if q.dim() == 4 else mask
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale)
-    scores = (q @ k.transpose(-1, -2)).mul_(softmax_scale / softcap).tanh_().mul_(softcap)
-    return torch.softmax(scores.add_(mask), dim=-1) @ v
+    scores = (q @ k.transpose(-1, -2)).mul_(softmax_scale / (softcap or 1.0))
+    if softcap:
+        scores.tanh_().mul_(softcap)
+    scores.add_(mask)
+    if sinks is None:
+        return torch.softmax(scores, dim=-1) @ v
+    sink = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1] @ v
 
 
 def paged_attention(

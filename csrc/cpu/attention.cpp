@@ -92,6 +92,7 @@ AttentionInput input_of(const VarlenAttentionParams& p) {
     in.cu_pages = p.cu_keys;
     in.relative_bias = p.relative_bias;
     in.bias_positions = p.bias_positions;
+    in.sinks = p.sinks;
     in.relative_bias_span = p.relative_bias_span;
     in.num_heads = p.num_heads;
     in.num_kv_heads = p.num_kv_heads;

@@ -35,6 +35,7 @@ struct AttentionInput {
     float softmax_scale;
     float softcap;              // cap of scaled scores, 0: none
     const float* alibi_slopes;  // [num_heads], or null for none
+    const float* sinks;         // [num_heads], or null for none; of tiles, not of decode items
     const void* pos_k;          // disentangled attention's, as are pos_q and buckets; null: none
     const void* pos_q;          // [num_buckets, num_heads, head_dim], as pos_k
     const int32_t* buckets;     // [2 * relative_bias_span - 1], or null: no disentangled attention

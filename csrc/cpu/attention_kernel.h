@@ -3,6 +3,8 @@
 //   out_i = sum_j softmax_j(cap(scale * q_i . k_j) + bias(i, j)) v_j    over the keys j of i's
 //                                                                       sequence
 //
+// With sinks, a head's sink is one more score of the softmax, and has no value.
+//
 // Scores are computed transposed: vector lanes are queries, so that maximum, exp2 and sum run down
 // the keys without one horizontal reduction, a key is one broadcast, and no key is masked for a
 // length's sake (one that is no multiple of the width costs only idle query lanes of its last
@@ -138,7 +140,8 @@ void scale_scores(const Workspace<Isa>& w, const AttentionInput& p, int head, co
 inline bool changes_scores(const AttentionInput& in) {
     return in.relative_bias != nullptr || in.alibi_slopes != nullptr || in.softcap > 0 ||
            in.softmax_scale < 0 ||
-           (in.softmax_scale == 0 && (in.causal || in.window > 0));  // 0 would show hidden keys
+           // 0 would show hidden keys, and give a sink no place among the scores.
+           (in.softmax_scale == 0 && (in.causal || in.window > 0 || in.sinks != nullptr));
 }
 
 // `count` lanes of kHidden and zeros after them, or the other way round; count is clamped.
@@ -207,7 +210,12 @@ void attend_tile(const Workspace<Isa>& w, const AttentionInput& in, int head, co
         unit = kLog2E;
     }
     if (has_hidden_keys(in, at)) hide_keys<Isa, kVectors>(w, in, at, maximum);
-    softmax_block<Isa, kVectors>(w, tile, at.num_keys, unit, target.is_first_block, maximum);
+    Sink sink{in.sinks != nullptr, 0.0f, 0.0f};
+    if (sink.is_there) {
+        sink.value = max_float(in.sinks[head], kHidden / 2);
+        sink.score = max_float(sink.value * (kLog2E / unit), kHidden / 2);
+    }
+    softmax_block<Isa, kVectors>(w, tile, at.num_keys, unit, target.is_first_block, sink, maximum);
     value_block<Isa>(w, values, at.num_keys, tile, target);
 }
 

@@ -23,7 +23,15 @@ constexpr float kLog2E = 1.4426950408889634f;
 // difference of two is NaN.  The running maximum starts above it.
 constexpr float kHidden = -1e30f;
 
+// A score that belongs to no key: its weight counts in the sum alone.
+struct Sink {
+    bool is_there;
+    float value;
+    float score;  // the value in the units of the scores
+};
+
 inline int min_int(int a, int b) { return a < b ? a : b; }
+inline float max_float(float a, float b) { return a < b ? b : a; }
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // The y of 2^r = 1 + r y for |r| <= 1/2, a polynomial.  Largest relative error of 2^r, evaluated in
@@ -281,11 +289,13 @@ void score_block(const Workspace<Isa>& w, const float* q, Operand k, int num_key
 }
 
 // Takes a block's maximum into the running one: returns what every score * unit of a vector is
-// shifted by, and leaves in `decay` the factor for all that was summed before.
+// shifted by, and leaves in `decay` the factor for all that was summed before.  first: the running
+// one before the first block.
 template <class Isa>
 inline typename Isa::Vec raise_maximum(const Workspace<Isa>& w, int query, bool is_first,
-                                       typename Isa::Vec units, typename Isa::Vec maximum) {
-    const typename Isa::Vec before = is_first ? maximum : Isa::load(w.maximum + query);
+                                       typename Isa::Vec first, typename Isa::Vec units,
+                                       typename Isa::Vec maximum) {
+    const typename Isa::Vec before = is_first ? first : Isa::load(w.maximum + query);
     const typename Isa::Vec now = Isa::max(before, maximum);
     Isa::store(w.maximum + query, now);
     Isa::store(w.decay + query, exp2<Isa>(Isa::mul(units, Isa::sub(before, now))));
@@ -293,16 +303,19 @@ inline typename Isa::Vec raise_maximum(const Workspace<Isa>& w, int query, bool 
 }
 
 // Scores to weights p = 2^(unit * (s - maximum)), in place; running maximum, sum and decay follow.
-// The maximum is exact and unit >= 0, so that every exponent is <= 0 up to one rounding.
+// The maximum is exact and unit >= 0, so that every exponent is <= 0 up to one rounding.  A sink
+// comes before the first block, as one key without a value would.
 template <class Isa, int kVectors>
 void softmax_block(const Workspace<Isa>& w, int tile, int num_keys, float unit, bool is_first,
-                   const typename Isa::Vec (&maximum)[kVectors]) {
+                   const Sink& sink, const typename Isa::Vec (&maximum)[kVectors]) {
     using Vec = typename Isa::Vec;
     Vec shift[kVectors];
     Vec sums[2][kVectors];  // this block's even and odd keys: short chains keep the error low
     const Vec units = Isa::set1(unit);
     for (int v = 0; v < kVectors; ++v) {
-        shift[v] = raise_maximum<Isa>(w, tile + v * Isa::kWidth, is_first, units, maximum[v]);
+        const Vec first = sink.is_there ? Isa::set1(sink.score) : maximum[v];
+        shift[v] =
+            raise_maximum<Isa>(w, tile + v * Isa::kWidth, is_first, first, units, maximum[v]);
         sums[0][v] = sums[1][v] = Isa::zero();
     }
     const auto weights = [&](int key, int v) {
@@ -331,8 +344,13 @@ void softmax_block(const Workspace<Isa>& w, int tile, int num_keys, float unit, 
     for (int v = 0; v < kVectors; ++v) {
         float* total = w.sum + tile + v * Isa::kWidth;
         const Vec sum = Isa::add(sums[0][v], sums[1][v]);
-        const Vec decay = Isa::load(w.decay + tile + v * Isa::kWidth);
-        Isa::store(total, is_first ? sum : Isa::fma(Isa::load(total), decay, sum));
+        if (is_first && sink.is_there) {
+            const Vec value = Isa::set1(sink.value), to_log2 = Isa::set1(kLog2E);
+            Isa::store(total, Isa::add(sum, exp2<Isa>(Isa::fms(value, to_log2, shift[v]))));
+        } else {
+            const Vec decay = Isa::load(w.decay + tile + v * Isa::kWidth);
+            Isa::store(total, is_first ? sum : Isa::fma(Isa::load(total), decay, sum));
+        }
     }
 }
 

@@ -41,6 +41,8 @@ def run(
     softcap: float = 0.0,
     bias: Tensor | None = None,
     positions: Tensor | None = None,
+    sinks: Tensor | None = None,
+    window: int = 0,
     isa: str = "auto",
 ) -> Tensor:
     """The kernel on the three views of one packed qkv buffer, whose rows are 3 * hidden apart."""
@@ -52,6 +54,8 @@ def run(
         softcap=softcap,
         relative_bias=bias,
         bias_positions=positions,
+        sinks=sinks,
+        window=window,
         isa=isa,
     )
 
@@ -65,9 +69,11 @@ def plain_torch(
     softcap: float = 0.0,
     bias: Tensor | None = None,
     positions: Tensor | None = None,
+    sinks: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention, or where scores are capped its definition, a sequence
-    at a time, in `dtype` throughout."""
+    """torch's scaled_dot_product_attention, or where scores are capped or there are sinks its
+    definition, a sequence at a time, in `dtype` throughout."""
     parts = []
     start = 0
     for n in seqlens:
@@ -76,10 +82,18 @@ def plain_torch(
         if bias is not None:
             at = torch.arange(n) if positions is None else positions[start : start + n].long()
             mask = bias[:, at[None, :] - at[:, None] + (bias.shape[1] + 1) // 2 - 1].to(dtype)
-        if softcap:
+        if window:
+            far = (torch.arange(n)[None, :] - torch.arange(n)[:, None]).abs() >= window
+            hidden = torch.zeros(n, n, dtype=dtype).masked_fill_(far, -torch.inf)
+            mask = hidden if mask is None else mask + hidden
+        if softcap or sinks is not None:
             scores = q @ k.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
-            scores = softcap * torch.tanh(scores / softcap)
-            attended = (scores if mask is None else scores + mask).softmax(-1) @ v
+            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+            scores = scores if mask is None else scores + mask
+            if sinks is not None:
+                sink = sinks.to(dtype)[:, None, None].expand(-1, n, 1)
+                scores = torch.cat([scores, sink], dim=2)
+            attended = scores.softmax(-1)[..., :n] @ v
         else:
             attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
         parts.append(attended.transpose(0, 1))
@@ -165,6 +179,50 @@ def test_softcap(
         assert_as_exact_as_torch(run(qkv, seqlens, isa=isa, **kw), qkv, seqlens, **kw)
 
 
+@pairwise(
+    {
+        "lengths": [SHORT, LONG],
+        "sink": [-40.0, 0.0, 3.0],
+        "options": [
+            *({}, {"window": 5}, {"window": 129}, {"softcap": 2.0}),
+            *({"scale": 0.0}, {"scale": -0.3, "window": 40}),
+        ],
+    }
+)
+def test_sinks(
+    lengths: tuple[int, ...],
+    sink: float,
+    options: dict[str, object],
+    dtype: torch.dtype,
+    isa: str,
+) -> None:
+    """Sinks far below the scores, and among them."""
+    qkv = make_qkv(lengths, 2, 40, dtype)
+    sinks = torch.tensor([sink, sink - 1.5])
+    got = run(qkv, lengths, sinks=sinks, isa=isa, **options)
+    exact = plain_torch(qkv, lengths, torch.float64, sinks=sinks, **options)
+    theirs = plain_torch(qkv, lengths, dtype, sinks=sinks, **options)
+    assert_close(got, exact, theirs)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, -0.3])
+def test_a_sink_far_above_every_score_leaves_the_rest_its_weights(
+    scale: float | None, isa: str
+) -> None:
+    qkv, sinks = make_qkv(SHORT, 2, 40, torch.float32), torch.tensor([60.0, 58.5])
+    got = run(qkv, SHORT, sinks=sinks, scale=scale, isa=isa)
+    exact = plain_torch(qkv, SHORT, torch.float64, sinks=sinks, scale=scale)
+    # A weight is 2^-87, whose exponent is rounded to 2^-18 where it comes from e^-60.
+    assert rms(got.double() - exact) <= 2**-18 * rms(exact)
+
+
+def test_a_sink_far_below_every_score_changes_nothing(dtype: torch.dtype, isa: str) -> None:
+    qkv = make_qkv(SHORT, 2, 40, dtype)
+    for sink in (-1e20, -3e38):
+        got = run(qkv, SHORT, sinks=torch.full((2,), sink), isa=isa)
+        assert torch.equal(got, run(qkv, SHORT, isa=isa))
+
+
 @pytest.mark.parametrize("has_positions", [False, True])
 def test_relative_bias(has_positions: bool, dtype: torch.dtype, isa: str) -> None:
     seqlens = (1, 5, 16, 33, 0, 90, 300)
@@ -188,23 +246,25 @@ def test_bias_table_is_read_to_its_ends_only(isa: str) -> None:
     )
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "bias", "sinks"])
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
 def test_batch_mates_order_and_threads_change_no_bit(
-    num_threads: int, has_bias: bool, dtype: torch.dtype, isa: str
+    num_threads: int, kind: str, dtype: torch.dtype, isa: str
 ) -> None:
     seqlens = (90, 1, 700, 0, 17, 256, 33, 4)
     qkv = make_qkv(seqlens, 4, 32, dtype)
-    bias = torch.randn(4, 2 * 700 - 1) if has_bias else None
+    more: dict[str, Tensor] = {}
+    if kind != "plain":
+        more[kind] = torch.randn(4, 2 * 700 - 1) if kind == "bias" else torch.randn(4)
     each = qkv.split(seqlens)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = [run(x, (len(x),), bias=bias, isa=isa) for x in each]
+        alone = [run(x, (len(x),), isa=isa, **more) for x in each]
         torch.set_num_threads(num_threads)
         order = torch.randperm(len(seqlens)).tolist()
         shuffled = tuple(seqlens[i] for i in order)
-        got = run(torch.cat([each[i] for i in order]), shuffled, bias=bias, isa=isa)
+        got = run(torch.cat([each[i] for i in order]), shuffled, isa=isa, **more)
     finally:
         torch.set_num_threads(before)
     for i, x in zip(order, got.split(shuffled), strict=True):

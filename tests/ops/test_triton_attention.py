@@ -64,6 +64,7 @@ def assert_close(ours: Tensor, right: Tensor, dtype: torch.dtype) -> None:
         "options": [
             *({}, {"causal": True}, {"window": 17}),
             *({"causal": True, "window": 40}, {"softcap": 2.0}),
+            *({"sinks": 0.5}, {"sinks": 4.0, "window": 17}, {"sinks": -30.0, "softcap": 2.0}),
         ],
         "head_dim": [24, 64, 128],
         "dtype": DTYPES,
@@ -74,6 +75,8 @@ def test_attention_is_the_reference(
 ) -> None:
     q = rows(sum(EDGES), 4, head_dim, dtype)
     k, v = (rows(sum(EDGES), 2, head_dim, dtype) for _ in range(2))
+    if "sinks" in options:
+        options = options | {"sinks": options["sinks"] + torch.arange(4.0, device=DEVICE) / 4}
     assert_close(attend(q, k, v, EDGES, **options), expected(q, k, v, EDGES, **options), dtype)
 
 
@@ -130,19 +133,21 @@ def test_rows_of_padding_are_neither_read_nor_written() -> None:
 
 @pairwise(
     {
+        "has_sinks": [False, True],
         "operand": [pytest.param(i, id=name) for i, name in enumerate("qkv")],
         "broken": [torch.nan, torch.inf],
         "lengths": [[5, 9, 30], [66, 9, 60]],
     }
 )
 def test_broken_values_stay_in_their_sequence(
-    lengths: list[int], operand: int, broken: float
+    lengths: list[int], operand: int, broken: float, has_sinks: bool
 ) -> None:
     operands = [rows(sum(lengths), 1, 64, torch.float16) for _ in range(3)]
-    right = expected(*operands, lengths)
+    sinks = {"sinks": torch.tensor([1.5], device=DEVICE)} if has_sinks else {}
+    right = expected(*operands, lengths, **sinks)
     its_own = slice(lengths[0], lengths[0] + lengths[1])
     operands[operand][its_own] = broken
-    ours = attend(*operands, lengths)
+    ours = attend(*operands, lengths, **sinks)
     others = torch.ones(len(ours), dtype=torch.bool)
     others[its_own] = False
     assert_close(ours[others], right[others], torch.float16)

@@ -16,6 +16,7 @@ from bytetx.ops.triton_kernels.softmax import (
     add_key,
     add_keys,
     begin_rows,
+    begin_rows_at_sinks,
     count_not_finite,
     soft_capped,
 )
@@ -298,6 +299,7 @@ def _attend_key_by_key(
     k_stride,
     v_stride,
     out_stride,
+    sink,
     bias_row,
     bias_positions,
     scale,
@@ -314,6 +316,7 @@ def _attend_key_by_key(
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_TREE: tl.constexpr,
 ):
     """A tile of which a row is not finite, each row with its own keys: slow, and rarely done.
@@ -334,6 +337,8 @@ def _attend_key_by_key(
         if HAS_POSITIONS:
             row_position = tl.load(bias_positions + rows, mask=is_row, other=0)
         acc, top, total = begin_rows(_SLOW_ROWS, BLOCK_D)
+        if HAS_SINKS:
+            top, total = begin_rows_at_sinks(sink, _SLOW_ROWS)
         if HAS_TREE:
             between = 0
             for i in range(_ANCESTORS):
@@ -364,6 +369,7 @@ def _attention_kernel(
     tiles,
     ancestors,
     bounds,
+    sinks,
     bias,
     bias_positions,
     total_tokens,
@@ -386,6 +392,7 @@ def _attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_TREE: tl.constexpr,
     TILE_PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -422,6 +429,10 @@ def _attention_kernel(
         if HAS_POSITIONS:
             row_position = tl.load(bias_positions + rows, mask=is_row, other=0)
     acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
+    sink = 0.0
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * LOG2_E
+        top, total = begin_rows_at_sinks(sink, BLOCK_M)
     if HAS_TREE:
         between = 0
         for i in range(_ANCESTORS):
@@ -443,9 +454,9 @@ def _attention_kernel(
     if count_not_finite(result, mask) > 0:
         _attend_key_by_key(
             q_head, k_head, v_head, out_head, ancestors, bounds, first_row, end_row, q_stride,
-            k_stride, v_stride, out_stride, bias_row, bias_positions, scale, to_log2, softcap, span,
-            window, HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, HAS_WINDOW, SCALES_SCORES, HAS_SOFTCAP,
-            HAS_BIAS, HAS_POSITIONS, HAS_TREE,
+            k_stride, v_stride, out_stride, sink, bias_row, bias_positions, scale, to_log2, softcap,
+            span, window, HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, HAS_WINDOW, SCALES_SCORES,
+            HAS_SOFTCAP, HAS_BIAS, HAS_POSITIONS, HAS_SINKS, HAS_TREE,
         )  # fmt: skip
     else:
         out_row = out_head + offsets * out_stride + features[None, :]
@@ -465,6 +476,7 @@ def varlen_attention(
     softcap: float = 0.0,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor,
 ) -> Tensor:
     """ops.attention.varlen_attention on checked arguments; bounds: of sequence_bounds.
@@ -473,7 +485,7 @@ def varlen_attention(
     """
     sizes = _tiles(q.shape[2], q.element_size(), mean_tokens=q.shape[0] / max(batch_size, 1))
     num_tiles = triton.cdiv(q.shape[0], sizes[0])
-    options = (softmax_scale, causal, window, softcap, relative_bias, bias_positions)
+    options = (softmax_scale, causal, window, softcap, relative_bias, bias_positions, sinks)
     return _launch(q, k, v, out, bounds, bounds, bounds, num_tiles, 0, sizes, *options)
 
 
@@ -492,7 +504,7 @@ def tree_attention(
     """varlen_attention of a batch with a tree; tables, tile_rows: SequenceTree.tiles and its."""
     sizes = _tree_tiles(q.shape[2], q.element_size())
     parts = triton.cdiv(tile_rows, sizes[0])
-    options = (softmax_scale, True, window, softcap, None, None)
+    options = (softmax_scale, True, window, softcap, None, None, None)
     tiles, ancestors, row_bounds = tables
     num_programs = parts * len(tiles)
     return _launch(q, k, v, out, tiles, ancestors, row_bounds, num_programs, parts, sizes, *options)
@@ -525,6 +537,7 @@ def _launch(
     softcap: float,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """tile_parts: programs that share a tile of a tree, 0: there is none."""
     block_m, block_n, num_warps, num_stages = sizes
@@ -538,6 +551,7 @@ def _launch(
         tiles,
         ancestors,
         bounds,
+        bounds if sinks is None else sinks,
         bounds if relative_bias is None else relative_bias,
         bounds if bias_positions is None else bias_positions,
         q.shape[0],
@@ -560,6 +574,7 @@ def _launch(
         HAS_SOFTCAP=softcap > 0,
         HAS_BIAS=relative_bias is not None,
         HAS_POSITIONS=relative_bias is not None and bias_positions is not None,
+        HAS_SINKS=sinks is not None,
         HAS_TREE=tile_parts > 0,
         TILE_PARTS=tile_parts,
         PRECISION=dot_precision(q.dtype),

@@ -18,6 +18,15 @@ def begin_rows(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def begin_rows_at_sinks(sink, BLOCK_M: tl.constexpr):
+    """(largest score, sum of weights) of rows that have seen their sink alone.
+
+    sink: its score, in units of log 2; it has no value.
+    """
+    return tl.full((BLOCK_M,), 0.0, tl.float32) + sink, tl.full((BLOCK_M,), 1.0, tl.float32)
+
+
+@triton.jit
 def soft_capped(s, softcap):
     return softcap * tanh(s / softcap)
 
