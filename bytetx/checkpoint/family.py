@@ -71,6 +71,7 @@ _SECTIONS = {
             "qkv",
             "qk_norm",
             "weight_layout",
+            "expert_layout",
             "global_layer",
             "biases",
             "intermediate_multiple",
@@ -89,7 +90,7 @@ _SECTIONS = {
     ),
     "layer": (
         {"attn_out"},
-        {"q", "k", "v", "qkv", "q_norm", "k_norm", "q_bias", "v_bias", "pos_k", "pos_q"}
+        {"q", "k", "v", "qkv", "q_norm", "k_norm", "q_bias", "v_bias", "pos_k", "pos_q", "sinks"}
         | {"attn_norm", "attn_out_norm", "ffn_out_norm"}
         | {"ffn_norm", "ffn_in", "ffn_gate", "ffn_gate_up", "ffn_up_gate", "ffn_out"},
     ),
@@ -98,7 +99,8 @@ _SECTIONS = {
     "sparse_layer": (
         {"router"},
         {"expert_gate", "expert_in", "expert_out", "experts_in", "experts_out", "experts_bias"}
-        | {"experts_gate_up", "experts_down"},
+        | {"experts_gate_up", "experts_down", "experts_gate_up_bias", "experts_down_bias"}
+        | {"router_bias"},
     ),
     "final": ({"norm"}, {"project_out"}),
     "heads": (
@@ -136,6 +138,7 @@ _CLOSED_VALUES = {
     # An RMS norm of each head, or of all heads of a token together.
     "qk_norm": ("head", "projection"),
     "weight_layout": ("linear", "conv1d"),
+    "expert_layout": ("linear", "conv1d"),
     "causal": (False, True),
     # Which layer of each global_attention_period has no window.
     "global_layer": ("first", "last"),
@@ -171,6 +174,7 @@ _PAIRS = (
     (("sparse_layer", "expert_in"), ("sparse_layer", "expert_out")),
     (("sparse_layer", "experts_in"), ("sparse_layer", "experts_out")),
     (("sparse_layer", "experts_gate_up"), ("sparse_layer", "experts_down")),
+    (("sparse_layer", "experts_gate_up_bias"), ("sparse_layer", "experts_down_bias")),
     (("layer", "q_norm"), ("layer", "k_norm")),
     (("layer", "q_bias"), ("layer", "v_bias")),
     (("layer", "pos_k"), ("layer", "pos_q")),
@@ -394,6 +398,7 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         ("embeddings", "relative", is_disentangled, not is_disentangled),
         ("embeddings", "relative_norm", False, not is_disentangled),
         ("layer", "q_bias", False, separate),
+        ("layer", "sinks", False, is_causal or is_disentangled),
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),
         ("layer", "qkv", not separate, separate),
         ("layer", "attn_norm", placement != "output", False),
@@ -457,6 +462,7 @@ def _check_choices(where: str, table: dict[str, Any]) -> None:
 def _check_feed_forward(where: str, table: dict[str, Any]) -> None:
     """Checks the tensors between a layer's two feed-forward products, or those of its experts."""
     config, layer, sparse = table["config"], table["layer"], table.get("sparse_layer", {})
+    architecture = table["architecture"]
     is_chosen, is_sparse = "gated_activation" in config, bool(sparse)
     is_fused = bool({"ffn_gate_up", "ffn_up_gate"} & layer.keys())
     has_dense = not is_sparse or "sparse_period" in config
@@ -475,7 +481,13 @@ def _check_feed_forward(where: str, table: dict[str, Any]) -> None:
             f"{where} [sparse_layer] must have one of expert_in and expert_out, experts_in and "
             "experts_out, experts_gate_up and experts_down"
         )
-    if is_sparse and table["architecture"]["norm_placement"] not in ("pre", "post"):
+    holds_all = "experts_gate_up" in sparse
+    if not holds_all and ("experts_down_bias" in sparse or "expert_layout" in architecture):
+        raise CheckpointError(
+            f"{where} [sparse_layer] experts_down_bias and [architecture] expert_layout go with "
+            "experts_gate_up and experts_down"
+        )
+    if is_sparse and architecture["norm_placement"] not in ("pre", "post"):
         raise CheckpointError(f"{where} [sparse_layer] goes with norm_placement pre or post")
 
 

@@ -20,7 +20,7 @@ from bytetx.checkpoint.layer_spec import (
     read_alibi,
 )
 from bytetx.checkpoint.model_spec import ModelSpec
-from bytetx.checkpoint.rope_spec import read_rotary
+from bytetx.checkpoint.rope_spec import read_rotary, rotary_positions
 from bytetx.errors import CheckpointError
 
 # Terms of disentangled attention, by their names in config.json.
@@ -287,7 +287,16 @@ def granite(values: Values, spec: ModelSpec) -> ModelSpec:
     )
 
 
-# What transformers' class takes where config.json says nothing.
+# What transformers' classes take where config.json says nothing.
+_PRIVACY_FILTER_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
@@ -303,14 +312,9 @@ _MINISTRAL3_ROPE = {
 
 def ministral3(values: Values, spec: ModelSpec) -> ModelSpec:
     """Queries are multiplied by a number that grows with their position."""
-    config = values.config
-    given = config.get("rope_parameters")
+    spec, given = _with_rope(values, spec, _MINISTRAL3_ROPE)
     if given is None:
-        if config.get("rope_theta") is not None or config.get("rope_scaling") is not None:
-            return spec
-        values, given = copy(values), _MINISTRAL3_ROPE
-        values.config = {**config, "rope_parameters": given}
-        spec = _layers(spec, rotary=read_rotary(values, spec.head_dim))
+        return spec
     if not isinstance(given, Mapping):
         raise CheckpointError(f"config.json: rope_parameters must be a table, got {given!r:.120}")
     if not given.get("llama_4_scaling_beta"):
@@ -323,6 +327,26 @@ def ministral3(values: Values, spec: ModelSpec) -> ModelSpec:
         )
     beta = positive_number("rope llama_4_scaling_beta", given["llama_4_scaling_beta"])
     return _layers(spec, query_growth=QueryGrowth(beta, period))
+
+
+def _with_rope(
+    values: Values, spec: ModelSpec, rope: Mapping[str, Any]
+) -> tuple[ModelSpec, object]:
+    """The spec with `rope` where config.json says nothing of rotary positions, and the
+    rope_parameters that count; None where it has older keys instead."""
+    config = values.config
+    given = config.get("rope_parameters")
+    if given is not None:
+        return spec, given
+    if config.get("rope_theta") is not None or config.get("rope_scaling") is not None:
+        return spec, None
+    values = copy(values)
+    values.config = {**config, "rope_parameters": rope}
+    rotary = read_rotary(values, spec.head_dim)
+    assert rotary is not None
+    # Positions were counted without it.
+    positions = rotary_positions(rotary, spec.max_positions)
+    return replace(_layers(spec, rotary=rotary), max_positions=positions), rope
 
 
 def modernbert(values: Values, spec: ModelSpec) -> ModelSpec:
@@ -433,6 +457,20 @@ def opt(values: Values, spec: ModelSpec) -> ModelSpec:
     return spec if is_pre else _layers(spec, norm_placement="post")
 
 
+def openai_privacy_filter(values: Values, spec: ModelSpec) -> ModelSpec:
+    """A window has all of it on either side; the gates of experts are cut off."""
+    spec, _ = _with_rope(values, spec, _PRIVACY_FILTER_ROPE)
+    assert spec.experts is not None  # the family has experts in every layer
+    experts = replace(
+        spec.experts,
+        routes_in_f32=True,
+        gate_limit=values.positive("swiglu_limit"),
+        gate_alpha=values.positive("swiglu_alpha"),
+    )
+    window = spec.layer_spec.window
+    return replace(_layers(spec, window=window and window + 1), experts=experts)
+
+
 def qwen3_moe(values: Values, spec: ModelSpec) -> ModelSpec:
     """Experts have a size of their own, and some layers none."""
     if spec.experts is None:
@@ -486,6 +524,7 @@ _HOOKS: tuple[Hook, ...] = (
     ministral3,
     modernbert,
     neomme,
+    openai_privacy_filter,
     opt,
     qwen3_moe,
     smollm3,

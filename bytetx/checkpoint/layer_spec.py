@@ -16,7 +16,12 @@ RELATIVE_LINEARS = ("pos_k", "pos_q")
 LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS, *RELATIVE_LINEARS)
 # Of [sparse_layer]: stems with {e} for an expert; whole names of tensors of all experts.
 EXPERT_LINEARS = ("expert_gate", "expert_in", "expert_out")
-EXPERT_TENSORS = ("experts_in", "experts_out", "experts_gate_up", "experts_down", "experts_bias")
+EXPERT_TENSORS = (
+    *("experts_in", "experts_out", "experts_gate_up", "experts_down", "experts_bias"),
+    *("experts_gate_up_bias", "experts_down_bias", "router_bias"),
+)
+# Keys of [layer] that are whole names of tensors, each with a number or more for a head.
+HEAD_TENSORS = ("q_bias", "v_bias", "sinks")
 
 # Activations that a gate may have; bytetx.ops.gated runs each of them.
 _GATES = ("gelu", "gelu_tanh", "silu")
@@ -170,6 +175,7 @@ class LayerSpec:
     and the embedded tokens by; "": the sum alone.
     attended: None where attended values are projected as they are.
     value_table: None where no layer adds values of the vocabulary.
+    has_sinks: whether the softmax of a row's scores has one more, a number of each head.
     """
 
     causal: bool
@@ -204,6 +210,7 @@ class LayerSpec:
     mixing: str = ""
     attended: AttendedSpec | None = None
     value_table: ValueTableSpec | None = None
+    has_sinks: bool = False
 
     def chooses_only(self, known: Collection[str]) -> bool:
         """Whether every choice that may be left out is left out, but those of these names.
@@ -259,6 +266,9 @@ class ExpertSpec:
     size: features inside an expert.  top_k: experts of a token.  normalizes: whether a token's
     weights of its experts are divided by their sum.  pattern: whether each layer has experts.
     layer: names of their tensors, with {i} for the layer and {e} for an expert.
+    is_transposed: whether tensors that hold all experts are [experts, inputs, outputs].
+    routes_in_f32: whether routers multiply in float32, whatever the dtype.
+    gate_limit, gate_alpha: as of ops.gated.clamped_gate, where the limit is not 0.
     """
 
     num_experts: int
@@ -267,6 +277,10 @@ class ExpertSpec:
     normalizes: bool
     pattern: tuple[bool, ...]
     layer: Mapping[str, str]
+    is_transposed: bool = False
+    routes_in_f32: bool = False
+    gate_limit: float = 0.0
+    gate_alpha: float = 1.0
 
     @property
     def is_gated(self) -> bool:
@@ -299,6 +313,7 @@ def read_experts(
         normalizes=values.switch("normalizes_experts", True),
         pattern=pattern,
         layer=table["sparse_layer"],
+        is_transposed=table["architecture"].get("expert_layout") == "conv1d",
     )
 
 
@@ -333,6 +348,7 @@ def read_layers(
         norm_offset=float(architecture.get("norm_offset", 0)),
         norm_scale=architecture.get("norm_scale", True),
         alibi=read_alibi(values) if architecture["positions"] == "alibi" else None,
+        has_sinks="sinks" in table["layer"],
     )
 
 

@@ -233,6 +233,8 @@ class ModelSpec:
             # Rows for each expert of a token: what they read, both layers' results, and those in
             # the tokens' order; the sum of a token's is in f32.
             width = 3 * hidden + (4 if self.experts.is_gated else 1) * self.experts.size
+            if self.experts.gate_limit:  # gates and values in f32, and their sigmoid
+                width += 4 * self.experts.size * 4 // itemsize
             row = max(row, before + half + self.experts.top_k * width + hidden * 4 // itemsize)
         if (own := self.layer_spec.layer_input) is not None:
             row = max(row, 3 * hidden + 2 * own.size)

@@ -56,6 +56,7 @@ OUTPUTS = {
     "UltrabertModel": "BaseModelOutput",
     "EmbeddingGemma2TextModel": "BaseModelOutput",
     "NeoMMEModel": "BaseModelOutput",
+    "OpenAIPrivacyFilterModel": "BaseModelOutput",
     "NomicBertModel": "BaseModelOutputWithPooling",
     "GteModel": "BaseModelOutputWithPooling",
     "JinaEmbeddingsV3Model": "BaseModelOutputWithPooling",

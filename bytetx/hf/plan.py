@@ -1,7 +1,7 @@
 """Plan: a Transformer over a base model's parameters, and a check that the model is unchanged."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, repeat
 from operator import is_
@@ -171,11 +171,9 @@ def separate_parameters(base: nn.Module) -> None:
 def _share(base: "PreTrainedModel", spec: ModelSpec) -> Transformer:
     parameters = dict(base.named_parameters(remove_duplicate=False))
     stems = [spec.layer_names(i) for i in range(spec.num_layers)]
-    if _is_column_major(spec):
-        for layer in stems:
-            for key in layer.keys() & set(LINEARS):
-                _to_column_major(parameters[f"{layer[key]}.weight"])
-                hook_state_dict(base.get_submodule(layer[key]))
+    for name in _column_major_names(spec, stems):
+        _to_column_major(parameters[name])
+        hook_state_dict(base.get_submodule(name.rpartition(".")[0]))
     for layer, group, part in product(stems, _FUSED, ("weight", "bias")):
         if not all(key in layer for key in group):
             continue
@@ -233,10 +231,11 @@ def _take_frequencies_of(
 
 
 def _to_column_major(parameter: nn.Parameter) -> None:
-    """Lays a Conv1D's weight [k, n] out by columns, as a linear layer's [n, k], without a copy."""
+    """Lays a Conv1D's weight [..., k, n] out by columns, as a linear layer's [..., n, k], without
+    a copy."""
     plain = _plain(parameter)
-    if not plain.t().is_contiguous():
-        _point_at(parameter, _shared_as([plain], plain.t().contiguous()).t())
+    if not plain.mT.is_contiguous():
+        _point_at(parameter, _shared_as([plain], plain.mT.contiguous()).mT)
 
 
 def _fuse(parameters: list[nn.Parameter]) -> None:
@@ -295,7 +294,19 @@ def _may_cache(spec: ModelSpec) -> bool:
 
 
 def _is_column_major(spec: ModelSpec) -> bool:
-    return spec.layer_spec.weight_layout == "conv1d"
+    is_transposed = spec.experts is not None and spec.experts.is_transposed
+    return spec.layer_spec.weight_layout == "conv1d" or is_transposed
+
+
+def _column_major_names(spec: ModelSpec, stems: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """The weights that the model holds as [in, out], of Conv1D layers or of all experts."""
+    linears = set(LINEARS) if spec.layer_spec.weight_layout == "conv1d" else set()
+    tensors = set()
+    if spec.experts is not None and spec.experts.is_transposed:
+        tensors = {"experts_gate_up", "experts_down"}
+    for layer in stems:
+        yield from (f"{layer[key]}.weight" for key in layer.keys() & linears)
+        yield from (layer[key] for key in layer.keys() & tensors)
 
 
 def _reason_against(
@@ -316,7 +327,8 @@ def _reason_against(
         return "parameters are on the meta device; load the weights"
     if any(type(t) is not nn.Parameter or not _is_dense(t, spec) for t in tensors):
         return "a parameter is no plain dense tensor (quantised or distributed)"
-    kinds = {(str(t.dtype), str(t.device)) for t in tensors}
+    sinks = _sinks(base, spec)
+    kinds = {(str(t.dtype), str(t.device)) for t in tensors if id(t) not in sinks}
     if len(kinds) != 1:
         return f"parameters differ in dtype or device: {sorted(kinds)}; convert the whole model"
     changed = _changed_module(base, spec)
@@ -326,7 +338,14 @@ def _reason_against(
 
 
 def _is_dense(t: torch.Tensor, spec: ModelSpec) -> bool:
-    return t.is_contiguous() or (_is_column_major(spec) and t.dim() == 2 and t.t().is_contiguous())
+    return t.is_contiguous() or (_is_column_major(spec) and t.dim() > 1 and t.mT.is_contiguous())
+
+
+def _sinks(base: nn.Module, spec: ModelSpec) -> set[int]:
+    """Ids of the parameters that are float32 in a model of any dtype."""
+    parameters = dict(base.named_parameters(remove_duplicate=False))
+    names = (spec.layer_names(i).get("sinks") for i in range(spec.num_layers))
+    return {id(parameters[name]) for name in names if name in parameters}
 
 
 def _changed_module(base: "PreTrainedModel", spec: ModelSpec) -> str | None:

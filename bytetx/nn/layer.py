@@ -39,6 +39,8 @@ class LayerWeights:
     # Values of the vocabulary's tokens, [vocab_size, num_kv_heads * head_dim].
     value_table: Tensor | None = None
     attended: Attended | None = None
+    # f32 [num_heads]: a further score of each row of a head; see varlen_attention.
+    sinks: Tensor | None = None
 
     @property
     def linears(self) -> tuple[Weight, ...]:

@@ -8,6 +8,7 @@ import torch
 from bytetx.checkpoint.layer_spec import (
     EXPERT_LINEARS,
     EXPERT_TENSORS,
+    HEAD_TENSORS,
     LINEARS,
     ExpertSpec,
     HeadSizes,
@@ -28,7 +29,7 @@ from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.coded_rows import GROUP
 from bytetx.ops.experts import ExpertsWeight, stack_experts
-from bytetx.ops.gated import GatedWeight
+from bytetx.ops.gated import GatedWeight, in_turn
 from bytetx.ops.linear import prepack_linear
 from bytetx.ops.norm import RmsNorm, RowNorm
 from bytetx.ops.weight import Weight
@@ -125,7 +126,7 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
                 continue
             if "norm" in key and not layers.norm_scale:
                 continue
-            if key in ("q_bias", "v_bias"):
+            if key in HEAD_TENSORS:
                 yield name
                 continue
             if spec.experts is not None and key in spec.experts.layer:
@@ -154,11 +155,12 @@ def copied_tensor_names(spec: ModelSpec) -> Iterator[str]:
             yield from (f"{spec.embeddings['relative_norm']}.{part}" for part in ("weight", "bias"))
         shared = {"pos_k": "k", "pos_q": "q"}
         projections = {shared[t] if relative.shares_projections else t for t in relative.terms}
+    routes_in_f32 = spec.experts is not None and spec.experts.routes_in_f32
     for i in range(spec.num_layers):
         for key, name in spec.layer_names(i).items():
-            if key in ("q_bias", "v_bias"):
+            if key in HEAD_TENSORS or (key == "router_bias" and routes_in_f32):
                 yield name
-            elif layers.norm_offset and "norm" in key:
+            elif (key == "router" and routes_in_f32) or (layers.norm_offset and "norm" in key):
                 yield f"{name}.weight"
             elif key in projections:
                 yield from (f"{name}.{part}" for part in ("weight", "bias"))
@@ -297,6 +299,7 @@ class _LayerReader:
             pos_q=pos_q,
             value_table=self.values if i in self.value_layers else None,
             attended=load_attended(spec, self.load, i),
+            sinks=self._sinks(names),
         )
 
     def norm(self, stem: str, size: int) -> RowNorm:
@@ -397,6 +400,14 @@ class _LayerReader:
             found[key] = project_positions(self.positions, weight, bias, head_dim=head_dim)
         return found.get("pos_k"), found.get("pos_q")
 
+    def _sinks(self, names: dict[str, str]) -> torch.Tensor | None:
+        """f32: those of this rank's heads."""
+        if "sinks" not in names:
+            return None
+        part = None if self.shard is None else Part(0, (self.shard.heads,))
+        shape = (self.spec.num_heads,)
+        return self.load.in_f32().tensor(names["sinks"], shape, part=part).contiguous()
+
     def _fused_outputs(self, q_rows: int, kv_rows: int) -> tuple[range, ...] | None:
         """This rank's rows of a weight that holds q, k and v of all heads."""
         if self.shard is None or self.heads is None or self.kv_heads is None:
@@ -435,11 +446,17 @@ class _LayerReader:
 
     def _experts(self, names: dict[str, str], experts: ExpertSpec) -> ExpertsWeight:
         """A layer's router and its experts; of a shard, some of each expert's inner features."""
-        hidden = self.spec.hidden_size
-        router = self.load.tensor(f"{names['router']}.weight", (experts.num_experts, hidden))
-        stacks = None
+        hidden, count = self.spec.hidden_size, experts.num_experts
+        load = self.load.in_f32() if experts.routes_in_f32 else self.load
+        router = load.tensor(f"{names['router']}.weight", (count, hidden))
+        router_bias = (
+            load.tensor(names["router_bias"], (count,)) if "router_bias" in names else None
+        )
+        stacks = first_bias = out_bias = None
         if "experts_gate_up" in names:
             first, out, stacks = self._experts_of_modules(names, experts)
+            if "experts_gate_up_bias" in names:
+                first_bias, out_bias = self._expert_biases(names, experts, first[0])
         else:
             read = self._stacked_expert if "experts_in" in names else self._expert
             first, out = zip(
@@ -449,12 +466,16 @@ class _LayerReader:
         if "experts_bias" in names:
             bias = self.load.tensor(names["experts_bias"], (hidden,))
         weight = ExpertsWeight(
-            router=self.load.linear_from(router, None),
+            router=load.linear_from(router, router_bias),
             first=first,
             out=out,
             top_k=experts.top_k,
             normalizes=experts.normalizes,
             bias=bias,
+            first_bias=first_bias,
+            out_bias=out_bias,
+            gate_limit=experts.gate_limit,
+            gate_alpha=experts.gate_alpha,
         )
         return stack_experts(weight, stacks=stacks)
 
@@ -491,15 +512,64 @@ class _LayerReader:
 
     def _experts_of_modules(
         self, names: dict[str, str], experts: ExpertSpec
-    ) -> tuple[tuple[Weight, ...], tuple[Weight, ...], tuple[torch.Tensor, torch.Tensor]]:
-        """(first, out, both layers' tensors) as transformers' classes hold them, all in two
-        tensors: [num_experts, 2 * inner, hidden_size], gates first, and
-        [num_experts, hidden_size, inner]."""
+    ) -> tuple[tuple[Weight, ...], tuple[Weight, ...], tuple[torch.Tensor, torch.Tensor] | None]:
+        """(first, out, both layers' tensors where they are the weights) of two tensors that hold
+        all experts: [num_experts, 2 * inner, hidden_size], gates first, and
+        [num_experts, hidden_size, inner]; or both transposed."""
         count, hidden, inner = experts.num_experts, self.spec.hidden_size, experts.size
-        gate_up = self.load.tensor(names["experts_gate_up"], (count, 2 * inner, hidden))
-        down = self.load.tensor(names["experts_down"], (count, hidden, inner))
-        first = tuple(self.load.gated(both[:inner], both[inner:], None, None) for both in gate_up)
-        return first, tuple(self.load.linear_from(one, None) for one in down), (gate_up, down)
+        rows = self._gate_up_rows(experts)
+        gate_up = self._stack(
+            names["experts_gate_up"], (count, 2 * inner, hidden), experts, 1, rows
+        )
+        columns = _ranges(self.expert_inner)
+        down = self._stack(names["experts_down"], (count, hidden, inner), experts, 2, columns)
+        half = gate_up.shape[1] // 2
+        first = tuple(self.load.gated(both[:half], both[half:], None, None) for both in gate_up)
+        out = tuple(self.load.linear_from(one, None) for one in down)
+        return first, out, (gate_up, down) if self.load.shares else None
+
+    def _stack(
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        experts: ExpertSpec,
+        dim: int,
+        ranges: tuple[range, ...] | None,
+    ) -> torch.Tensor:
+        """A tensor that holds a matrix [n, k] of each expert; ranges: what is read of dim."""
+        if experts.is_transposed:
+            shape, dim = (shape[0], shape[2], shape[1]), 3 - dim
+        part = None if ranges is None else Part(dim, ranges)
+        tensor = self.load.tensor(name, shape, part=part)
+        return tensor.transpose(1, 2).contiguous() if experts.is_transposed else tensor
+
+    def _gate_up_rows(self, experts: ExpertSpec) -> tuple[range, ...] | None:
+        """This rank's rows of gates, and of values behind them; None: all."""
+        local, size = self.expert_inner, experts.size
+        return None if local is None else (local, range(size + local.start, size + local.stop))
+
+    def _expert_biases(
+        self, names: dict[str, str], experts: ExpertSpec, first: Weight
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(first, out): a row for each expert, the first one's in the order of the weight's rows.
+
+        Of ranks that share the experts, the first one adds the second bias.
+        """
+        count, hidden, rows = (
+            experts.num_experts,
+            self.spec.hidden_size,
+            self._gate_up_rows(experts),
+        )
+        part = None if rows is None else Part(1, rows)
+        both = self.load.tensor(names["experts_gate_up_bias"], (count, 2 * experts.size), part=part)
+        assert isinstance(first, GatedWeight)
+        halves = both.chunk(2, dim=1)
+        if first.block != first.n:
+            gates, values = (half.t() for half in halves)
+            both = in_turn(gates, values, first.block).t().contiguous()
+        is_first = self.expert_inner is None or self.expert_inner.start == 0
+        out = self.load.tensor(names["experts_down_bias"], (count, hidden)) if is_first else None
+        return both, out
 
     def _halves(
         self,

@@ -357,6 +357,7 @@ class Layers:
             has_scale=has_scale,
             has_work=has_work,
             has_tree=batch.tree is not None,
+            has_sinks=self.layer_spec.has_sinks,
         )
         return VARLEN_ATTENTION.choose(device, packed).run, self._plan(batch, window)
 
@@ -370,6 +371,7 @@ class Layers:
                 window=window,
                 has_bias=self.relative_bias is not None,
                 softcap=self.layer_spec.softcap,
+                has_sinks=self.layer_spec.has_sinks,
                 batch_invariant=self.batch_invariant,
                 tree=batch.tree,
                 tables=None if batch.tree_tables is None else batch.tree_tables[window],
@@ -482,6 +484,7 @@ class Layers:
             causal=self.layer_spec.causal,
             relative_bias=self.relative_bias,
             bias_positions=batch.bias_positions,
+            sinks=layer.sinks,
             **options,
         )
         return attended.flatten(1) if layer.attended is None else layer.attended.run(attended, v, h)

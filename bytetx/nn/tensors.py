@@ -64,6 +64,12 @@ class TensorLoader:
         loader.prepack = False
         return loader
 
+    def in_f32(self) -> "TensorLoader":
+        """The same loader, for what is float32 in a model of any dtype."""
+        loader = copy(self)
+        loader.dtype = torch.float32
+        return loader
+
     def coded(self, bits: int) -> "TensorLoader":
         """The same loader, which reads matrices as rows of codes and makes GroupedWeights of them.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.check import require_contiguous, require_tensor
-from bytetx.ops.gated import GATES
+from bytetx.ops.gated import GATES, GatedWeight, clamped_gate
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight, linear
 from bytetx.ops.weight import Weight
 
@@ -26,6 +26,9 @@ class ExpertsWeight:
     [num_experts, n, k] where a grouped product may read them, else None.
     top_k: experts of a row.  normalizes: whether a row's weights of its experts are divided by
     their sum.  bias: [hidden_size], added once to the experts' weighted sum.
+    first_bias, out_bias: a bias of each expert's layers, [num_experts, n]; first's in the order of
+    its weight's rows.  gate_limit, gate_alpha: of gated experts whose gates are as of clamped_gate;
+    a limit of 0: they are as an activation's name says.
     """
 
     router: LinearWeight
@@ -36,10 +39,23 @@ class ExpertsWeight:
     bias: Tensor | None = None
     first_stack: Tensor | None = None
     out_stack: Tensor | None = None
+    first_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    gate_limit: float = 0.0
+    gate_alpha: float = 1.0
 
     @property
     def num_bytes(self) -> int:
-        return sum(w.num_bytes for w in (self.router, *self.first, *self.out))
+        biases = [b.nbytes for b in (self.first_bias, self.out_bias) if b is not None]
+        return sum(w.num_bytes for w in (self.router, *self.first, *self.out)) + sum(biases)
+
+    def activated(self, both: Tensor, activation: str) -> Tensor:
+        """What the first layer's product gives, after its gates or its activation."""
+        first = self.first[0]
+        if not self.gate_limit:
+            return first.activated(both, activation)
+        assert isinstance(first, GatedWeight)
+        return clamped_gate(both, first, limit=self.gate_limit, alpha=self.gate_alpha)
 
     def converted(self, convert: Callable[[LinearWeight], Weight]) -> "ExpertsWeight":
         """The same experts, with convert(matrix) in place of each layer's matrix."""
@@ -83,9 +99,11 @@ def route(x: Tensor, w: ExpertsWeight) -> tuple[Tensor, Tensor]:
     """(weights f32 [m, top_k], experts int64 [m, top_k]) of each row of x [m, hidden_size].
 
     The largest values of softmax(x @ router.T), computed in f32; of equal ones those that
-    torch.topk takes.  No row depends on another.
+    torch.topk takes.  A router in f32 multiplies in it.  No row depends on another.
     """
-    weights, experts = linear(x, w.router).float().softmax(-1).topk(w.top_k, dim=-1)
+    weights, experts = (
+        linear(x.to(w.router.dtype), w.router).float().softmax(-1).topk(w.top_k, dim=-1)
+    )
     if w.normalizes:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, experts
@@ -104,7 +122,7 @@ def run_experts(x: Tensor, w: ExpertsWeight, *, activation: str) -> Tensor:
     MegaBlocks (arXiv 2211.15841), section 4.
     """
     k, device = w.router.k, w.router.weight.device
-    require_tensor("x", x, shape=(None, k), dtypes=(w.router.dtype,), device=device)
+    require_tensor("x", x, shape=(None, k), dtypes=(w.first[0].dtype,), device=device)
     require_contiguous("x", x)
     known = GATES if w.first[0].block else ACTIVATIONS
     if activation not in known:
@@ -119,7 +137,7 @@ def run_experts(x: Tensor, w: ExpertsWeight, *, activation: str) -> Tensor:
     if grouped is None:
         found = _in_turn(rows, w, ends.tolist(), activation=activation)
     else:
-        found = run_grouped(rows, w, ends.int(), grouped, activation=activation)
+        found = run_grouped(rows, ids, w, ends.int(), grouped, activation=activation)
     by_row = torch.empty_like(found).index_copy_(0, order, found).unflatten(0, (-1, w.top_k))
     out = torch.zeros((x.shape[0], found.shape[1]), dtype=torch.float32, device=device)
     for i in range(w.top_k):
@@ -128,26 +146,42 @@ def run_experts(x: Tensor, w: ExpertsWeight, *, activation: str) -> Tensor:
 
 
 def run_grouped(
-    rows: Tensor, w: ExpertsWeight, ends: Tensor, grouped: GroupedMm, *, activation: str
+    rows: Tensor,
+    ids: Tensor,
+    w: ExpertsWeight,
+    ends: Tensor,
+    grouped: GroupedMm,
+    *,
+    activation: str,
 ) -> Tensor:
     """All experts on their rows by one grouped product for each of their layers.
 
-    rows: sorted by expert.  ends: int32 [num_experts], where the rows of each expert end.
+    rows: sorted by expert.  ids: the expert of each.  ends: int32 [num_experts], where the rows of
+    each expert end.
     grouped: (a [m, k], b [num_experts, k, n], ends) -> [m, n].  Nothing here waits for the GPU.
     """
     assert w.first_stack is not None and w.out_stack is not None  # stack_experts made them
     both = grouped(rows, w.first_stack.transpose(1, 2), ends)
-    inner = w.first[0].activated(both, activation)
-    return grouped(inner, w.out_stack.transpose(1, 2), ends)
+    if w.first_bias is not None:
+        both += w.first_bias[ids]
+    out = grouped(w.activated(both, activation), w.out_stack.transpose(1, 2), ends)
+    return out if w.out_bias is None else out.add_(w.out_bias[ids])
 
 
 def _in_turn(rows: Tensor, w: ExpertsWeight, ends: Sequence[int], *, activation: str) -> Tensor:
     """One expert after another; an expert without rows is left out."""
     found = rows.new_empty((len(rows), w.out[0].n))
-    for start, end, first, out in zip([0, *ends], ends, w.first, w.out, strict=False):
-        if start < end:
-            own = slice(start, end)
+    is_plain = w.first_bias is None and w.out_bias is None and not w.gate_limit
+    for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if start == end:
+            continue
+        own, first, out = slice(start, end), w.first[e], w.out[e]
+        if is_plain:
             found[own] = out.matmul(first.matmul(rows[own], activation=activation))
+            continue
+        both = first.product(rows[own], bias=None if w.first_bias is None else w.first_bias[e])
+        inner = w.activated(both, activation)
+        found[own] = out.product(inner, bias=None if w.out_bias is None else w.out_bias[e])
     return found
 
 

@@ -10,6 +10,7 @@ from checkpoints import save_checkpoint
 from checkpoints import texts as random_texts
 from draft_oracle import MAX_DRAFT, Oracle, oracle  # noqa: F401  (oracle: a fixture)
 from nomic_moe import save_nomic_moe
+from privacy_filters import save_privacy_filter
 from tiny import FAMILIES, one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 
@@ -143,6 +144,12 @@ def test_tags(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2], indirect=True)  # it has three heads
 def test_experts_of_one_tensor(ranks: Ranks, tmp_path: Path) -> None:
     save_nomic_moe(tmp_path)
+    assert_same_states(on_ranks(tmp_path, ranks), alone(tmp_path))
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_sinks_and_biases_of_experts(ranks: Ranks, tmp_path: Path) -> None:
+    save_privacy_filter(tmp_path)
     assert_same_states(on_ranks(tmp_path, ranks), alone(tmp_path))
 
 

@@ -1,6 +1,7 @@
 """A mixture of experts against its definition, whichever way its products run."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from bytetx.ops import experts
 from bytetx.ops.experts import ExpertsWeight, route, run_experts, stack_experts
-from bytetx.ops.gated import prepare_gated
+from bytetx.ops.gated import GatedWeight, in_turn, prepare_gated
 from bytetx.ops.linear import linear, prepare_linear
 from bytetx.ops.reference import activate
 
@@ -142,6 +143,68 @@ def test_one_grouped_product_gives_the_same(
     assert first.weight.data_ptr() == stacked.first_stack[2].data_ptr()  # held once
     found = run_experts(x, stacked, activation=activation)
     assert torch.allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_biases", [True, False])
+@pytest.mark.parametrize("limit", [0.0, 0.4])
+@pytest.mark.parametrize("inner", [32, 20])
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_biases_and_clamped_gates(
+    is_grouped: bool, inner: int, limit: float, has_biases: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates in blocks with their values, and in one block; against the definition in f64."""
+    router, gates, values, out = tensors()
+    gates, values, out = gates[:, :inner], values[:, :inner], out[:, :, :inner]
+    gate_bias, value_bias, out_bias = (
+        random(NUM_EXPERTS, n, seed=seed) / 2
+        for n, seed in ((inner, 11), (inner, 12), (HIDDEN, 13))
+    )
+    router_bias, x = random(NUM_EXPERTS, seed=14), random(37, HIDDEN, seed=15)
+    w = experts_of((router, gates, values, out))
+    first = w.first[0]
+    assert isinstance(first, GatedWeight) and first.block == (32 if inner == 32 else inner)
+    both = in_turn(gate_bias.t(), value_bias.t(), first.block).t().contiguous()
+    w = replace(
+        w,
+        router=prepare_linear(router, router_bias, prepack=False),
+        first_bias=both if has_biases else None,
+        out_bias=out_bias if has_biases else None,
+        gate_limit=limit,
+        gate_alpha=1.7,
+    )
+    if is_grouped:
+        monkeypatch.setattr(experts, "_takes_grouped", lambda w: True)
+        monkeypatch.setattr(experts, "_torch_grouped_mm", lambda device: grouped_on_cpu)
+        w = stack_experts(w)
+    found = run_experts(x, w, activation="silu").double()
+    scores = x.double() @ router.double().t() + router_bias
+    top, chosen = scores.topk(2, dim=1)
+    scale = float(has_biases)
+    for row, weights, own, ours in zip(x.double(), top.softmax(1), chosen, found, strict=True):
+        total = torch.zeros_like(row)
+        for weight, e in zip(weights, own, strict=True):
+            gate = gates[e].double() @ row + scale * gate_bias[e]
+            value = values[e].double() @ row + scale * value_bias[e]
+            if limit:
+                gate = gate.clamp(max=limit)
+                value = value.clamp(-limit, limit) + 1
+                inside = value * gate * torch.sigmoid(1.7 * gate)
+            else:
+                inside = activate(gate, "silu") * value
+            total += weight * (out[e].double() @ inside + scale * out_bias[e])
+        assert torch.allclose(ours, total, rtol=0, atol=1e-5)
+
+
+def test_a_router_in_f32_chooses_experts_of_half_types_by_f32_scores() -> None:
+    parts = tensors(dtype=torch.bfloat16)
+    w = experts_of(parts)
+    x = random(200, HIDDEN, seed=16, dtype=torch.bfloat16)
+    w = replace(w, router=prepare_linear(parts[0].float(), prepack=False))
+    weights, chosen = route(x, w)
+    wanted = (x.float() @ parts[0].float().t()).softmax(-1).topk(2)
+    assert torch.equal(chosen, wanted.indices)
+    assert torch.allclose(weights.sum(1), torch.ones(200))
+    assert run_experts(x, w, activation="silu").shape == x.shape
 
 
 def test_what_is_not_a_row_of_the_model() -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import SENTENCES, save_checkpoint
+from privacy_filters import save_privacy_filter
+from tiny import random_ids
 from tiny_decoders import tiny_decoder
 
 import bytetx
@@ -65,6 +67,19 @@ def test_an_encoder(family: str, used: set[str], tmp_path: Path, interpreted: Co
         patch.setattr(triton_backend, "_lookup", lambda device_type, index: "none")
         native.forget_lookups()
         right = bytetx.load(folder, device="cpu").embed(TEXTS, truncate=True).vectors
+    np.testing.assert_allclose(ours, right, rtol=0, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_sinks_of_an_encoder(tmp_path: Path, interpreted: Counted) -> None:
+    save_privacy_filter(tmp_path)
+    ids = random_ids([1, 7, 30])
+    ours = bytetx.load(tmp_path, device="cpu").embed(ids).vectors
+    assert "varlen_attention" in interpreted.used
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_backend, "_lookup", lambda device_type, index: "none")
+        native.forget_lookups()
+        right = bytetx.load(tmp_path, device="cpu").embed(ids).vectors
     np.testing.assert_allclose(ours, right, rtol=0, atol=2e-5)
 
 
