@@ -322,6 +322,13 @@ def tag(
         str,
         typer.Option(help="none, simple, first, average or max; rows are as Hugging Face's."),
     ] = "simple",
+    decoding: Annotated[
+        str,
+        typer.Option(
+            help="argmax, viterbi (the likeliest sequence that BIO, BIOES or BILOU allows), or "
+            "auto: viterbi where the checkpoint has a viterbi_calibration.json."
+        ),
+    ] = "auto",
     overflow: OverflowOption = None,
     stride: Stride = 0,
 ) -> None:
@@ -329,8 +336,8 @@ def tag(
     from bytetx.cli.files.command import run_text_job
     from bytetx.cli.files.tasks import list_task
 
-    given = {"aggregation": aggregation, **_overflow(options, overflow, stride)}
-    run_text_job(options, list_task("tag", given))
+    choices = {"aggregation": aggregation, "decoding": decoding}
+    run_text_job(options, list_task("tag", choices | _overflow(options, overflow, stride)))
 
 
 @app.command()

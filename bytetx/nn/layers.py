@@ -76,6 +76,14 @@ def _query_growth(growth: QueryGrowth, batch: PackedBatch, dtype: torch.dtype) -
     return periods.mul_(growth.beta).add_(1).to(dtype)[:, None, None]
 
 
+def _with_computed(
+    k: torch.Tensor, v: torch.Tensor, layer: int, batch: PackedBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v, and behind them those of sequences that earlier steps computed."""
+    computed = [one.kv[layer] for one in batch.computed]
+    return torch.cat([k, *(kv[0] for kv in computed)]), torch.cat([v, *(kv[1] for kv in computed)])
+
+
 class Layers:
     """The layers of a model, from embedded tokens to the last norm.
 
@@ -472,8 +480,7 @@ class Layers:
             q, k = self._rotate(q, k, layer, i, step)
         q = q if step.growth is None else q * step.growth
         if batch.computed:
-            k = torch.cat([k, *(computed.kv[i, 0] for computed in batch.computed)])
-            v = torch.cat([v, *(computed.kv[i, 1] for computed in batch.computed)])
+            k, v = _with_computed(k, v, i, batch)
         if step.on_kv is not None:
             step.on_kv(k, v)
         attended = attend(

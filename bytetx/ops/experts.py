@@ -50,7 +50,7 @@ class ExpertsWeight:
         return sum(w.num_bytes for w in (self.router, *self.first, *self.out)) + sum(biases)
 
     def activated(self, both: Tensor, activation: str) -> Tensor:
-        """What the first layer's product gives, after its gates or its activation."""
+        """The gates or the activation of the first layer's product."""
         first = self.first[0]
         if not self.gate_limit:
             return first.activated(both, activation)

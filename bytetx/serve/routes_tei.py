@@ -156,6 +156,7 @@ async def predict_tokens(body: PredictTokensRequest, exchange: Exchange) -> Resp
         list(body.inputs),
         aggregation=body.aggregation_strategy,
         ignore_labels=body.ignore_labels,
+        decoding=body.decoding,
         **options,
     )
     is_token = body.aggregation_strategy == "none"

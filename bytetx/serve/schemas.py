@@ -491,6 +491,9 @@ class PredictTokensRequest(_TeiRequest):
         None, description="Cut long texts into chunks that share so many tokens."
     )
     ignore_labels: OrNull[_List[str]] = ["O"]
+    decoding: OrNull[Literal["auto", "argmax", "viterbi"]] = Field(
+        "auto", description="Not TEI's: the likeliest tag of each token, or sequence of tags."
+    )
 
 
 class ExtractRequest(Request):

@@ -1,7 +1,7 @@
 """Token classification: tags of tokens and words, grouped as Hugging Face groups them."""
 
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from bytetx.arguments import check_names
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.request import Alignment
 from bytetx.encode.step import Capture, Step, are_finite
-from bytetx.errors import OptionError, shown
+from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import largest
@@ -20,11 +20,13 @@ from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.classify import softmax
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Entity, Results
+from bytetx.tasks.tag_scheme import TagDecoder, TagScheme
 from bytetx.tasks.task import OverflowOptions, Texts, option, task
 
 # none: every token.  simple: runs of tokens with the same tag.  first, average, max: all tokens of
 # a word first get one tag: that of its first token, of its mean scores, or of its highest score.
 AGGREGATIONS = ("none", "simple", "first", "average", "max")
+DECODINGS = ("auto", "argmax", "viterbi")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,12 @@ class TagOptions(OverflowOptions):
         "then runs), as Hugging Face's token-classification pipeline.",
     )
     ignore_labels: Collection[str] = option(("O",), "Tags that are left out of the result.")
+    decoding: str = option(
+        "auto",
+        "argmax (the likeliest tag of each token), viterbi (the likeliest sequence of tags that "
+        "BIO, BIOES or BILOU allows), or auto: viterbi where the checkpoint has a "
+        "viterbi_calibration.json, whose biases of transitions count then.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,6 +52,9 @@ class TagOptions(OverflowOptions):
             known = ", ".join(AGGREGATIONS)
             raise OptionError(f"aggregation must be one of {known}, got {shown(self.aggregation)}")
         check_names("ignore_labels", self.ignore_labels)
+        if self.decoding not in DECODINGS:
+            known = ", ".join(DECODINGS)
+            raise OptionError(f"decoding must be one of {known}, got {shown(self.decoding)}")
         if self.overflow == "chunk" and self.aggregation == "none":
             raise OptionError(
                 "overflow='chunk' needs an aggregation other than none: chunks overlap, and only "
@@ -55,16 +66,35 @@ class TagOptions(OverflowOptions):
 def tag(context: TaskContext, texts: Texts, options: TagOptions) -> TaskCall[Results[list[Entity]]]:
     """Tags of the tokens of each text, with character offsets.
 
+    Runs of one tag follow the scheme of the model's tags, BIO, BIOES or BILOU: a B, S or U begins
+    an entity, an E, L, S or U ends it, and of an ill-formed row every tag counts.
     Entities of chunks are merged as that pipeline merges them with a stride.
-    Raises InputError where the checkpoint has no head for token classification.
+    Raises InputError where the checkpoint has no head for token classification, or for viterbi tags
+    without prefixes.
     """
     head = context.need_head(context.heads.token, "token classification")
     tokenizer = context.need_tokenizer()
-    job = TagTask(head, tokenizer, context.labels(), options.aggregation, options.ignore_labels)
+    labels, decoder = context.labels(), _decoder(context, options.decoding)
+    job = TagTask(head, tokenizer, labels, options.aggregation, options.ignore_labels, decoder)
     reader = context.reader(options)
     reader.with_alignment = True
     merge = merge_entities if reader.cuts else None
     return TaskCall("tag", texts, job, reader, list_sink, merge=merge)
+
+
+def _decoder(context: TaskContext, decoding: str) -> TagDecoder | None:
+    if decoding == "argmax":
+        return None
+    biases, labels = context.tag_biases, context.labels()
+    if decoding == "auto" and biases is None:
+        return None
+    decoder = TagDecoder.of(labels, biases)
+    if decoder is None and decoding == "viterbi":
+        raise InputError(
+            f"decoding='viterbi' needs tags with prefixes (BIO, BIOES or BILOU), this model has "
+            f"{', '.join(labels)[:200]}; use argmax"
+        )
+    return decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +112,22 @@ class _Token:
 
 @dataclass(frozen=True, slots=True)
 class TagTask:
-    """labels: by class id.  ignore_labels: tags that are left out of the result."""
+    """labels: by class id.  ignore_labels: tags that are left out of the result.
+    decoder: of the tags of a text; None: each token's likeliest.
+    """
 
     head: ClassificationHead
     tokenizer: Tokenizer
     labels: tuple[str, ...]
     aggregation: str
     ignore_labels: Collection[str]
+    decoder: TagDecoder | None = field(default=None, compare=False)
     shares_pass: ClassVar[bool] = True
 
     @property
     def key(self) -> Hashable:
-        return ("tag", id(self.head), self.aggregation, tuple(self.ignore_labels))
+        choices = (self.aggregation, tuple(self.ignore_labels), self.decoder is not None)
+        return ("tag", id(self.head), *choices)
 
     @property
     def capture(self) -> Capture:
@@ -150,27 +184,34 @@ class TagTask:
         return _Token(word, scores, start, end, index, alignment.word_ids[index], continues)
 
     def _aggregate(self, tokens: list[_Token]) -> list[Entity]:
-        if self.aggregation in ("none", "simple"):
-            entities = [self._entity(token, token.scores, token.word) for token in tokens]
-        else:
-            entities = [self._word_entity(word) for word in _words(tokens)]
+        if self.aggregation not in ("none", "simple"):
+            tokens = [self._word(word) for word in _words(tokens)]
+        entities = list(map(self._entity, tokens, self._choose(tokens)))
         if self.aggregation == "none":
             return entities
-        return [self._group_entity(group) for group in _groups(entities)]
+        runs = TagScheme.of(self.labels).runs([entity.entity for entity in entities])
+        return [self._group_entity(entities[run.start : run.stop]) for run in runs]
 
-    def _entity(self, token: _Token, scores: np.ndarray, word: str) -> Entity:
-        best = int(scores.argmax())
+    def _choose(self, tokens: list[_Token]) -> list[int]:
+        """The label of each token or word."""
+        if self.decoder is None or not tokens:
+            return [int(token.scores.argmax()) for token in tokens]
+        chosen: list[int] = self.decoder.decode(np.stack([t.scores for t in tokens])).tolist()
+        return chosen
+
+    def _entity(self, token: _Token, label: int) -> Entity:
         return Entity(
-            self.labels[best],
-            float(scores[best]),
-            word,
+            self.labels[label],
+            float(token.scores[label]),
+            token.word,
             token.start,
             token.end,
             token.index,
             token.word_id,
         )
 
-    def _word_entity(self, tokens: list[_Token]) -> Entity:
+    def _word(self, tokens: list[_Token]) -> _Token:
+        """A word as one token, with its scores."""
         if self.aggregation == "first":
             scores = tokens[0].scores
         elif self.aggregation == "max":
@@ -178,7 +219,7 @@ class TagTask:
         else:
             scores = np.mean([token.scores for token in tokens], axis=0)
         word = self.tokenizer.join([token.word for token in tokens])
-        return replace(self._entity(tokens[0], scores, word), end=tokens[-1].end)
+        return replace(tokens[0], word=word, scores=scores, end=tokens[-1].end)
 
     def _group_entity(self, entities: list[Entity]) -> Entity:
         first = entities[0]
@@ -226,20 +267,3 @@ def _words(tokens: list[_Token]) -> list[list[_Token]]:
         else:
             words.append([token])
     return words
-
-
-def _groups(entities: list[Entity]) -> list[list[Entity]]:
-    """Runs of one tag; a B- tag starts a new run, a tag without prefix continues like I-."""
-    groups: list[list[Entity]] = []
-    for entity in entities:
-        begins, tag = _split_tag(entity.entity)
-        if groups and not begins and tag == _split_tag(groups[-1][-1].entity)[1]:
-            groups[-1].append(entity)
-        else:
-            groups.append([entity])
-    return groups
-
-
-def _split_tag(label: str) -> tuple[bool, str]:
-    """(whether it begins an entity, the tag without B- or I-)."""
-    return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label

@@ -215,6 +215,11 @@ def test_predict_tokens(in_process: InProcess) -> None:
         scores = [tag.score for tag in tags]
         np.testing.assert_allclose([e["score"] for e in answer.json()], scores, atol=1e-6)
         assert ("index" in answer.json()[0]) == (strategy == "none")
+    answer = in_process.post("/predict_tokens", body | {"decoding": "argmax"})
+    assert answer.json() == in_process.post("/predict_tokens", body).json()
+    answer = in_process.post("/predict_tokens", body | {"decoding": "viterbi"})
+    assert answer.status_code == 422 and "needs tags with prefixes" in answer.json()["error"]
+    assert in_process.post("/predict_tokens", body | {"decoding": "beam"}).status_code == 422
     batch = in_process.post("/predict_tokens", body | {"inputs": [text, "a"]}).json()
     assert len(batch) == 2 and isinstance(batch[0], list)
     chunked = in_process.post("/predict_tokens", body | {"inputs": LONG, "stride": 8}).json()
