@@ -426,6 +426,11 @@ def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
             f"{', '.join(known)}, got {str(given)[:200]}"
         )
     pattern = tuple(kind == _LOCAL for kind in kinds)
+    if any(pattern) and "window" in values.names and not _window(values, is_unmasked=False):
+        raise CheckpointError(
+            f"config.json: {key} has {_LOCAL}, and {values.names['window']}, or the switch beside "
+            "it, says that no layer has a window; correct one of them"
+        )
     if windows is not None and pattern != tuple(window > 0 for window in windows):
         raise CheckpointError(
             f"config.json: {key} and {values.names['layer_windows']} differ in the layers that "

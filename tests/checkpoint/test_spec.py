@@ -41,6 +41,7 @@ ROPE = st.fixed_dictionaries(
 # The hub's own code, of which transformers has no class; and Mistral 3, which transformers fills
 # with another family's text model where config.json says nothing of it.
 OF_THE_HUB = ("new", "llama_bidirec", "ministral3_bidirec", "bidirectional_pplx_qwen3", "mistral3")
+OF_THE_HUB += ("jina_embeddings_v5",)
 # transformers has no class with a head of them.
 WITHOUT_HEADS = ("embedding_gemma2", "embedding_gemma2_text", "neomme")
 JSON = st.recursive(

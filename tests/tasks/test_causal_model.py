@@ -148,6 +148,11 @@ REFUSED = [
     ("llama", {"partial_rotary_factor": 0.5}, "this family rotates whole heads"),
     ("qwen2", {"layer_types": ["full_attention"]}, "must name 3 layers' attention, each one of"),
     ("qwen2", {"layer_types": ["a", "b", "c"]}, "must name 3 layers' attention, each one of"),
+    (
+        "qwen3",
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "layer_types has sliding_attention, and sliding_window, .* no layer has a window",
+    ),
     ("qwen2", {"use_sliding_window": "no"}, "use_sliding_window must be true or false"),
     (
         "mistral",
