@@ -22,7 +22,7 @@ from bytetx.ops.low_rank import (
     LowRankChange,
     LowRankChanges,
     RowTiles,
-    add_low_rank,
+    start_low_rank,
     tiles_on,
 )
 from bytetx.ops.norm import RowNorm
@@ -224,7 +224,12 @@ class AdaptedRows(Rows):
         changes, table = self._word_changes, self._changes.word_rows
         if changes is not None and table is not None:
             x = F.embedding(input_ids, table)
-            add_low_rank(words, x, self._segments, changes, tiles=self._tiles)
+            sums, add = start_low_rank(
+                x, self._segments, changes, tiles=self._tiles, residual=words
+            )
+            words = words if sums is None else sums
+            if add is not None:
+                add(words)
         return words
 
     def _adapted(self, w: Weight) -> Weight:
