@@ -1,6 +1,7 @@
 """BGE-M3's linear layers on every token: one for sparse weights, one for token vectors."""
 
 import pickle
+import zipfile
 from pathlib import Path
 
 import torch
@@ -8,9 +9,6 @@ import torch
 from bytetx.checkpoint.weights import read_header
 from bytetx.errors import CheckpointError
 from bytetx.ops.linear import LinearWeight, prepare_linear
-
-# That of BGE-M3's largest layer, [1024, 1024] in f32, is 4 MiB.
-_MAX_BYTES = 256 << 20
 
 
 def load_token_head(
@@ -57,11 +55,12 @@ def read_pickled(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a state_dict that torch.save wrote, on the CPU in their own dtypes.
 
     torch's loader of plain tensors (weights_only) reads them, which runs no code of the file.
-    Raises CheckpointError for a file of more than 256 MiB, and for one that holds anything else.
+    Raises CheckpointError for one that holds anything else, or that takes more memory than it has
+    bytes: torch.save compresses nothing.
     """
-    if path.stat().st_size > _MAX_BYTES:
-        raise CheckpointError(f"{path} has more than {_MAX_BYTES >> 20} MiB; it is damaged")
     try:
+        num_bytes = path.stat().st_size
+        _require_plain(path, num_bytes)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
         line = " ".join(str(error).split())
@@ -73,7 +72,30 @@ def read_pickled(path: Path) -> dict[str, torch.Tensor]:
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in content.items()
     ):
         raise CheckpointError(f"{path} must hold a state_dict, got {type(content).__name__}")
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
+    if whole > num_bytes or any(t.layout != torch.strided for t in content.values()):
+        raise _too_large(path, f"tensors of {whole:,} bytes")
     return content
+
+
+def _require_plain(path: Path, num_bytes: int) -> None:
+    """Refuses a zip file that becomes larger when it is read; other formats hold plain bytes."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as file:
+            whole = sum(record.file_size for record in file.infolist())
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(str(error)) from error
+    if whole > num_bytes:
+        raise _too_large(path, f"records of {whole:,} bytes")
+
+
+def _too_large(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds {found}, more than its own bytes; it is damaged, or was not saved by "
+        f"torch.save: save its state_dict as {path.stem}.safetensors"
+    )
 
 
 def _check(path: Path, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:

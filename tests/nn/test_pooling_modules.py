@@ -3,6 +3,7 @@
 import json
 from itertools import combinations
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from torch import nn
 import bytetx
 from bytetx.errors import CheckpointError, InputError
 from bytetx.nn.sentence_modules import ACTIVATIONS
+from bytetx.nn.token_heads import read_pickled
 from bytetx.ops.pooling import POOLING_MODES
 
 HIDDEN = 48
@@ -87,6 +89,29 @@ def test_a_dense_layer_in_pytorch_model_bin(tmp_path: Path) -> None:
     (folder / "2_Dense" / "pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="neither model.safetensors nor pytorch_model.bin"):
         bytetx.load(folder, device="cpu")
+
+
+def test_a_file_of_plain_tensors_may_be_of_any_size_that_it_has(tmp_path: Path) -> None:
+    """Its records are not compressed, and its tensors have memory of their own."""
+    path, packed = tmp_path / "pytorch_model.bin", tmp_path / "packed.bin"
+    with path.open("wb") as file:
+        torch.save({"weight": torch.zeros(300, 1000)}, file)
+    assert read_pickled(path)["weight"].shape == (300, 1000)
+    with ZipFile(path) as plain, ZipFile(packed, "w", ZIP_DEFLATED) as file:
+        for record in plain.infolist():
+            file.writestr(record.filename, plain.read(record))
+    with pytest.raises(CheckpointError, match="records of 1,2.*more than its own bytes"):
+        read_pickled(packed)
+    for tensors in (
+        {"weight": torch.zeros(1).expand(1 << 40)},
+        dict.fromkeys(map(str, range(9)), torch.zeros(1000)),
+        {"weight": torch.eye(9).to_sparse()},
+    ):
+        torch.save(tensors, path)
+        with pytest.raises(CheckpointError, match=r"pytorch_model.bin (holds|cannot be read)"):
+            read_pickled(path)
+    torch.save({"weight": torch.zeros(9)}, path, _use_new_zipfile_serialization=False)
+    assert read_pickled(path)["weight"].tolist() == [0] * 9
 
 
 def test_layer_norm_module(tmp_path: Path) -> None:
