@@ -104,6 +104,16 @@ def test_folders_that_load_takes_could_not_be_planned(tmp_path: Path) -> None:
 def test_a_static_embedding_has_no_layers_to_plan(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="model is a static embedding, which has no layers"):
         shape_of(save_model2vec(tmp_path / "model"))
+    for name in (
+        "modules.json",
+        "config_sentence_transformers.json",
+    ):  # as model2vec alone reads it
+        (tmp_path / "model" / name).unlink(missing_ok=True)
+    for config in (None, {"model_type": "model2vec"}, {}):
+        if config is not None:
+            (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(OptionError, match="model is a static embedding, which has no layers"):
+            shape_of(tmp_path / "model")
 
 
 def test_advice_names_the_reason_for_which_replicas_are_refused() -> None:

@@ -114,7 +114,7 @@ def shape_of(
         transformer_folder,
     )
 
-    if begins_static(folder):
+    if begins_static(folder) or _is_model2vec(folder):
         raise OptionError(
             f"{folder.name} is a static embedding, which has no layers for several GPUs to share; "
             "load it on one device"
@@ -126,6 +126,19 @@ def shape_of(
     known = read_families(families)
     refuse_own_code(config_folder, config, known)
     return _shape_of_spec(build_spec(config, known), name=folder.name)
+
+
+def _is_model2vec(folder: Path) -> bool:
+    """Whether load takes a folder without modules.json for a static embedding."""
+    from bytetx.checkpoint.files import load_config
+
+    if (folder / "modules.json").is_file() or not (folder / "model.safetensors").is_file():
+        return False
+    if load_config(folder).get("model_type") not in (None, "model2vec"):
+        return False
+    from bytetx.checkpoint.static_embedding import read_model2vec  # it imports torch
+
+    return read_model2vec(folder) is not None
 
 
 def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
