@@ -336,13 +336,14 @@ class DecisionReader(InputReader):
 
     prompts: what makes the prompts.  averages: as of DecisionPrompts.read.
     check: raises InputError for a question that the model cannot score.
-    name: of the requests, for errors.
+    name: of the requests, for errors.  parts: what makes their prompts long, for the same.
     """
 
     prompts: DecisionPrompts = field(kw_only=True, repr=False)
     averages: bool = False
     check: Callable[[Question], object] = repr
     name: str = "requests"
+    parts: str = "its state"
 
     def estimate_tokens(self, item: Any) -> int:
         if isinstance(item, str):  # each question names its type
@@ -491,7 +492,7 @@ class DecisionReader(InputReader):
             index = int(requests.indices[row])
             errors[index] = TooLongError(
                 f"{self.name}[{index}] makes a prompt of {requests.seqlens[row]} tokens, the model "
-                f"takes {limit}; shorten its state"
+                f"takes {limit}; shorten {self.parts}"
             )
         most = self.max_chunk_tokens
         if most is None:

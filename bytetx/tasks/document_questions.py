@@ -59,6 +59,7 @@ def ask_about_documents(
         prompts=prompts,
         check=scorer.columns,
         name="documents",
+        parts=_parts(instruction, listwise=listwise, truncate=truncate),
     )
     job = DecideTask(scorer, context.checkpoint.decisions)
     if listwise:
@@ -152,6 +153,14 @@ def _of_all(raw_scores: bool) -> Any:
         return [_log(one) if raw_scores else one for one in chances.values()]
 
     return scores
+
+
+def _parts(instruction: str | None, *, listwise: bool, truncate: bool) -> str:
+    """Name what the caller may shorten of a prompt; a document that is cut is none of it."""
+    documents = "the documents (or give fewer)" if listwise else "the document"
+    parts = ["the query", *(["the instruction"] if instruction else [])]
+    parts = parts if truncate and not listwise else [documents, *parts]
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
 
 
 def _log(chance: float) -> float:

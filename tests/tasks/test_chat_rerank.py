@@ -83,6 +83,24 @@ def test_bad_and_long_documents(model: bytetx.Model) -> None:
     assert {hit.index: hit.document for hit in cut} == dict(enumerate(given[:2]))
 
 
+def test_the_error_of_a_long_prompt_names_what_can_be_shortened(model: bytetx.Model) -> None:
+    long = "word " * 3000
+    for options, message in (
+        ({"instruction": long}, "shorten the document, the query or the instruction"),
+        ({"instruction": long, "truncate": True}, "shorten the query or the instruction"),
+        ({"truncate": True}, None),
+        ({"listwise": True}, r"shorten the documents \(or give fewer\) or the query"),
+    ):
+        texts = [long] if "listwise" in options else ["a"]
+        if message is None:
+            assert len(model.rerank("who?", texts, **options)) == 1
+            continue
+        with pytest.raises(TooLongError, match=message):
+            model.rerank("who?", texts, **options)
+    with pytest.raises(TooLongError, match="takes [0-9]+; shorten the query$"):
+        model.rerank(long, ["a"], truncate=True)
+
+
 def test_a_decision_head(tmp_path: Path) -> None:
     folder = save_jev(tmp_path, "llama", num_verbalizers=40)
     asked = stock(folder, [about(one) for one in DOCUMENTS])
