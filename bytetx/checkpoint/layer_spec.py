@@ -330,18 +330,19 @@ def read_layers(
         )
     scale = architecture.get("softmax_scale", head_dim**-0.5)
     causal = architecture.get("causal", False)
+    pattern = _window_pattern(values, num_layers)
     return LayerSpec(
         causal=causal and not is_bidirectional(values, table),
         norm_placement=architecture["norm_placement"],
         norm=architecture["norm"],
-        rotary=read_rotary(values, head_dim),
-        windowed_rotary=read_rotary(values, head_dim, windowed=True),
+        rotary=read_rotary(values, head_dim, pattern=pattern),
+        windowed_rotary=read_rotary(values, head_dim, windowed=True, pattern=pattern),
         qk_norm=architecture.get("qk_norm", "head"),
         qkv=architecture.get("qkv", "separate"),
         weight_layout=architecture.get("weight_layout", "linear"),
         biases=_biases(values, table["layer"]),
         window=_window(values, is_unmasked=causal and is_bidirectional(values, table)),
-        window_pattern=_window_pattern(values, num_layers),
+        window_pattern=pattern,
         first_windowed_layer=_first_windowed_layer(values),
         softmax_scale=scale,
         final=table.get("final", {}),

@@ -1,7 +1,7 @@
 """Rotary positions of a checkpoint: what is rotated, how fast, and the scaling of long contexts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,17 +40,20 @@ class RotarySpec:
     factors: tuple[float, ...] = ()
 
 
-def read_rotary(values: Values, head_dim: int, *, windowed: bool = False) -> RotarySpec | None:
+def read_rotary(
+    values: Values, head_dim: int, *, windowed: bool = False, pattern: Sequence[bool] = ()
+) -> RotarySpec | None:
     """The rotation that config.json asks for, None for a family without; CheckpointError where it
     asks for one that is not known or lacks a number.
 
     windowed: that of the windowed layers, None for a family that has one rotation for all.
+    pattern: whether each layer is windowed, for a rope_theta that lists a base for each.
     """
     if values.architecture["positions"] != "rotary":
         return None
     if windowed and "windowed_rotary_theta" not in values.names:
         return None
-    given = _Given(values, windowed=windowed)
+    given = _Given(values, windowed=windowed, pattern=pattern)
     original = given.original_positions()
     factor = given.factor(original)
     is_llama3, is_yarn = given.scaling == "llama3", given.scaling == "yarn"
@@ -95,8 +98,8 @@ def rotary_positions(rotary: RotarySpec, max_positions: int) -> int:
 class _Given:
     """rope_parameters of config.json, or rope_scaling with rope_theta beside it (older files)."""
 
-    def __init__(self, values: Values, *, windowed: bool):
-        self.values, self.windowed = values, windowed
+    def __init__(self, values: Values, *, windowed: bool, pattern: Sequence[bool]):
+        self.values, self.windowed, self.pattern = values, windowed, pattern
         self.theta_name = "windowed_rotary_theta" if windowed else "rotary_theta"
         given = values.config.get("rope_scaling") or values.config.get("rope_parameters") or {}
         if not isinstance(given, Mapping):
@@ -138,15 +141,18 @@ class _Given:
         return theta
 
     def _theta_of_layers(self) -> float | None:
-        """The base of a kind of layers, where a file lists one for each beside its windows."""
-        thetas, windows = self.values.config.get("rope_theta"), self.values.layer_windows()
-        if windows is None or not isinstance(thetas, list):
+        """The base of a kind of layers, where a file lists one for each."""
+        thetas = self.values.config.get("rope_theta")
+        if not isinstance(thetas, list):
             return None
-        if len(thetas) != len(windows):
+        count = self.values.size("num_layers")
+        if len(thetas) != count:
             raise CheckpointError(
-                f"config.json: rope_theta must list {len(windows)} bases, got {str(thetas)[:200]}"
+                f"config.json: rope_theta must list {count} bases, got {str(thetas)[:200]}"
             )
-        found = [t for t, size in zip(thetas, windows, strict=True) if (size > 0) == self.windowed]
+        is_by_kind = self.pattern and "windowed_rotary_theta" in self.values.names
+        kinds = self.pattern if is_by_kind else [self.windowed] * count
+        found = [t for t, kind in zip(thetas, kinds, strict=True) if kind == self.windowed]
         # No layer reads the base of a kind that is not there.
         bases = {positive_number("rope_theta", theta) for theta in found or thetas}
         if len(bases) > 1:

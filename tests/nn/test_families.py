@@ -499,6 +499,12 @@ def test_ultrabert_as_older_files_have_it(tmp_path: Path) -> None:
         path.write_text(json.dumps(config | wrong))
         with pytest.raises(CheckpointError, match=message):
             load(tmp_path)
+    by_kind = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    path.write_text(json.dumps({**config, **by_kind, "attention_windows": None}))
+    assert load(tmp_path).spec == loaded.spec
+    path.write_text(json.dumps({**config, "attention_windows": None, "sliding_window": 8,
+                                "global_attn_every_n_layers": 2}))  # fmt: skip
+    assert load(tmp_path).spec.layer_spec.windowed_rotary.theta == 10000.0
     one_kind = {"attention_windows": [8, 8], "rope_theta": [10000.0, 10000.0]}
     path.write_text(json.dumps(config | one_kind))
     assert load(tmp_path).spec.layer_spec.windowed_rotary.theta == 10000.0
