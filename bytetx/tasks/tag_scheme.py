@@ -87,8 +87,8 @@ class TagDecoder:
                 follows = before in _OPENS and its == tag if continues[j] else not opens[i]
                 if follows:
                     transitions[i, j] = _bias(before, after, biases if scheme.has_ends else None)
-        hidden = (np.where(none, -np.inf, 0.0) for none in (continues, opens))
-        return TagDecoder(*hidden, transitions)
+        first, last = (np.where(hidden, -np.inf, 0.0) for hidden in (continues, opens))
+        return TagDecoder(first, last, transitions)
 
     def decode(self, probabilities: np.ndarray) -> np.ndarray:
         """The label of each row of probabilities f32 [rows, num_labels], as int64 [rows].
@@ -105,7 +105,8 @@ class TagDecoder:
             best = sums.max(0) + row
         best = best + self.last
         if best.max() == -np.inf:
-            return scores.argmax(1)
+            likeliest: np.ndarray = scores.argmax(1)
+            return likeliest
         path = [int(best.argmax())]
         for row in behind[:0:-1]:
             path.append(int(row[path[-1]]))
