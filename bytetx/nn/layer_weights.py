@@ -157,6 +157,8 @@ def copied_tensor_names(spec: ModelSpec) -> Iterator[str]:
         projections = {shared[t] if relative.shares_projections else t for t in relative.terms}
     routes_in_f32 = spec.experts is not None and spec.experts.routes_in_f32
     for i in range(spec.num_layers):
+        if layers.attended is not None:
+            yield layers.attended.names(i)[0]
         for key, name in spec.layer_names(i).items():
             if key in HEAD_TENSORS or (key == "router_bias" and routes_in_f32):
                 yield name

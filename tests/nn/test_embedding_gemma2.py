@@ -200,6 +200,12 @@ def test_wrap(is_whole: bool, recwarn: pytest.WarningsRecorder) -> None:
             if name.endswith("layer_scalar"):
                 buffer.fill_(0.7)
     assert_same()
+    names = [name for name, _ in stock.named_parameters() if "language_model" in name]
+    for name in names or dict(stock.named_parameters()):  # whatever is computed of it
+        with torch.no_grad():
+            for model in (wrapped, stock):
+                model.get_parameter(name).mul_(0.9).add_(0.02)
+    assert_same()
     assert not [w for w in recwarn if issubclass(w.category, bytetx.hf.FallbackWarning)]
 
 

@@ -185,6 +185,23 @@ def test_wrap(head: str, recwarn: pytest.WarningsRecorder) -> None:
     assert [str(w.message) for w in recwarn if issubclass(w.category, FallbackWarning)] == []
 
 
+@torch.no_grad()
+def test_wrap_reads_every_weight_again() -> None:
+    """Whatever a plan has computed of a parameter, a change of it is seen."""
+    stock = tiny()
+    wrapped = bytetx.wrap(copy.deepcopy(stock))
+    inputs = torch.tensor(random_ids([17]))
+    before = wrapped(input_ids=inputs).last_hidden_state
+    names = [name for name, _ in stock.named_parameters() if "patch_embeddings" not in name]
+    for name in names:
+        for model in (stock, wrapped):
+            model.get_parameter(name).mul_(0.5).add_(0.1)
+        after = wrapped(input_ids=inputs).last_hidden_state
+        assert not torch.equal(before, after), name
+        assert (after - stock(input_ids=inputs).last_hidden_state).abs().max() < 1e-4, name
+        before = after
+
+
 def test_wrap_leaves_images_to_transformers() -> None:
     stock = tiny()
     wrapped = bytetx.wrap(copy.deepcopy(stock))
