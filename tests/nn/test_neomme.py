@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import SENTENCES, make_tokenizer
+from checkpoints import SENTENCES, edit_json, make_tokenizer
 from tiny import VOCAB_SIZE, load, one_thread, random_ids, randomize, save  # noqa: F401  (autouse)
 from torch import nn
 
@@ -17,7 +17,7 @@ from bytetx.checkpoint.files import load_config
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import CheckpointError, InputError
 from bytetx.hf import FallbackWarning
-from bytetx.nn import heads
+from bytetx.nn import cpu_steps, heads, one_sequence
 from bytetx.nn.grid_blocks import check_grid
 from bytetx.packed import split
 from bytetx.parallel.grid import Grid
@@ -148,6 +148,40 @@ def test_what_is_refused(change: dict[str, object], message: str, tmp_path: Path
     config = load_config(save(tiny(), tmp_path))
     with pytest.raises(CheckpointError, match=message):
         build_spec(config | change)
+
+
+@pytest.mark.parametrize("module", ["up_proj", "gate_proj"])
+def test_adapters(module: str, tmp_path: Path) -> None:
+    """Merged, whatever they change; of single requests, attention and feed-forward alone."""
+    peft = pytest.importorskip("peft")
+    tokenizer = make_tokenizer("bpe", max_tokens=96)
+    base = tiny(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    save(base, tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(target_modules=["q_proj", module], init_lora_weights=False)
+    adapted = peft.get_peft_model(base, lora).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    names = {"base_model_name_or_path": str(tmp_path / "base")}
+    edit_json(tmp_path / "adapter" / "adapter_config.json", **names)
+    ids = tokenizer(SENTENCES[0])["input_ids"]
+    wanted = expected(adapted, ids).last_hidden_state[0].mean(0).numpy()
+    options = {"pooling": "mean", "normalize": False}
+    merged = bytetx.load(tmp_path / "adapter", device="cpu").embed(SENTENCES[:1], **options)
+    assert np.abs(merged.vectors[0] - wanted).max() < 1e-4
+    adapters = {"own": tmp_path / "adapter"}
+    if module == "gate_proj":
+        with pytest.raises(CheckpointError, match="changes '.*gate_proj.weight' and 5 more"):
+            bytetx.load(tmp_path / "base", device="cpu", adapters=adapters)
+        return
+    model = bytetx.load(tmp_path / "base", device="cpu", adapters=adapters)
+    found = model.embed(SENTENCES[:1], adapter="own", **options)
+    assert np.abs(found.vectors[0] - wanted).max() < 1e-4
+
+
+def test_native_steps_compute_none_of_it(tmp_path: Path) -> None:
+    for model_type in ("neomme", "embedding_gemma2_text"):
+        layers = build_spec({"model_type": model_type}).layer_spec
+        assert not any(layers.chooses_only(m._CHOICES) for m in (cpu_steps, one_sequence))
 
 
 def test_ranks_have_no_part_of_a_layer(tmp_path: Path) -> None:
