@@ -261,7 +261,7 @@ class AdaptedRows(Rows):
         w: Weight,
         *,
         residual: Tensor,
-        norm: RowNorm,
+        norm: RowNorm | None,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         w = self._adapted(w)
