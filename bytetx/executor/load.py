@@ -21,6 +21,7 @@ from bytetx.nn.loading import (
     saved_dtype,
 )
 from bytetx.nn.quantization import WEIGHT_FORMATS
+from bytetx.nn.sentence_modules import load_sentence_spec
 from bytetx.parallel.grid import Grid, parse_grid
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def load_ranks(
         raise OptionError("a model with a Router does not run with tp; load it with tp=1")
     if not load_spec(folder, families).num_layers:
         raise OptionError("a static embedding has no layers for tp to share; load it with tp=1")
+    if load_sentence_spec(folder).layer_mean is not None:
+        raise OptionError("a WeightedLayerPooling does not run with tp; load the model with tp=1")
     # Imported here: torch.distributed imports slowly, and few models are sharded.
     from bytetx.executor.leader import load_sharded
 

@@ -41,6 +41,7 @@ from bytetx.nn.batch_invariance import (
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.checkpoint_heads import Heads, load_heads
 from bytetx.nn.executor import Executor
+from bytetx.nn.layer_mean import with_layer_mean
 from bytetx.nn.quantization import WEIGHT_FORMATS, held_bits, wanted_quantization
 from bytetx.nn.sentence_modules import (
     ACTIVATIONS,
@@ -257,6 +258,7 @@ def _load(
         label_ids=_label_ids(sentence, spec, tokenizer, decisions),
         extraction=extraction,
     )
+    transformer = with_layer_mean(transformer, sentence)
     modules, token_modules, token_weight = _load_sentence_parts(
         sentence, spec, weights, device=device, dtype=dtype, batch_invariant=batch_invariant
     )

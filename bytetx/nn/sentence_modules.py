@@ -88,6 +88,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _FIRST = (*TRANSFORMERS, STATIC)
 # What reads the last hidden states of all tokens.
 _OF_TOKEN_ROWS = ("Pooling", "SpladePooling", "LogitScore")
+# What gives other rows in place of the last hidden states: right behind the transformer.
+_LAYER_MEAN = "WeightedLayerPooling"
 _SPARSE_STATIC = "SparseStaticEmbedding"
 # The hub's code of Jina embeddings v3 and v5: the Transformer module with the adapters of tasks.
 _JINA_TRANSFORMER = "custom_st.Transformer"
@@ -240,7 +242,7 @@ class SentenceSpec:
     logit_score: set where a causal model scores pairs.  sparse_static: the folder of a
     SparseStaticEmbedding, whose weights of tokens need no transformer.  static: set where the model
     is a table of token vectors, without layers.  default_task: of calls of a model with an adapter
-    for each task.
+    for each task.  layer_mean: the folder of a WeightedLayerPooling, whose rows are pooled.
     """
 
     folder: Path
@@ -263,6 +265,7 @@ class SentenceSpec:
     sparse_static: Path | None = None
     static: StaticSpec | None = None
     default_task: str | None = None
+    layer_mean: Path | None = None
 
     @property
     def is_sparse(self) -> bool:
@@ -380,7 +383,10 @@ def load_route_spec(folder: Path, router: RouterSpec, route: str) -> SentenceSpe
     if base is not None:
         base, adapter = transformer_folder(base), own
     spec = SentenceSpec(base or own, adapter, **_model_config(folder))
-    return _with_modules(spec, entries, own=own)
+    spec = _with_modules(spec, entries, own=own)
+    if spec.layer_mean is not None:  # routes may share a transformer
+        raise CheckpointError(f"{router.path}: {_LAYER_MEAN} in a route is not supported")
+    return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +441,12 @@ def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -
         elif kind == "LogitScore":
             score = read_logit_score(entry.folder, own, settings)
             spec = replace(spec, logit_score=score)
+        elif kind == _LAYER_MEAN:
+            if index != 1 or kinds[0] == STATIC:
+                raise CheckpointError(f"{path}: {kind} must come right behind the Transformer")
+            # Without this key the transformer gives it no layers, and it changes nothing.
+            if _config(own).get("output_hidden_states") is True:
+                spec = replace(spec, layer_mean=entry.folder)
         elif kind == "Dropout":
             _DROPOUT.read(path.parent / str(entry.subfolder) / "config.json", may_be_absent=True)
         elif kind in _AFTER_POOLING:
@@ -523,7 +535,7 @@ def _module_kind(entry: _Entry, own: Path) -> str:
         return "Transformer"
     if name == _TANH_QUANTIZER:
         return entry.kind
-    known = (*_FIRST, *_OF_TOKEN_ROWS, "Dropout", *_AFTER_POOLING)
+    known = (*_FIRST, *_OF_TOKEN_ROWS, _LAYER_MEAN, "Dropout", *_AFTER_POOLING)
     if not name.startswith("sentence_transformers.") or kind not in known:
         raise CheckpointError(
             f"{path}: module {name!r} is not supported; known: {', '.join(known)}"
@@ -555,7 +567,7 @@ def _load_dense(folder: Path, device: torch.device) -> Dense:
     path = folder / "config.json"
     config = read_fields(path, DENSE.used)
     shape = (config.get("out_features"), config.get("in_features"))
-    tensors = _tensors(folder, device)
+    tensors = load_tensors(folder, device)
     has_residual = config.get("use_residual", False)
     residual = None
     if has_residual and shape[0] != shape[1]:
@@ -575,7 +587,7 @@ def _load_dense(folder: Path, device: torch.device) -> Dense:
 def _load_norm(folder: Path, device: torch.device) -> LayerNorm:
     path = folder / "config.json"
     shape = (read_fields(path, NORM.used).get("dimension"),)
-    tensors = _tensors(folder, device)
+    tensors = load_tensors(folder, device)
     return LayerNorm(
         _tensor(tensors, "norm.weight", shape, path), _tensor(tensors, "norm.bias", shape, path)
     )
@@ -585,7 +597,7 @@ def _load_auto_encoder(folder: Path, device: torch.device) -> AutoEncoder:
     path = folder / "config.json"
     config = read_fields(path, AUTO_ENCODER.used)
     shape = (config.get("hidden_dim", 512), config.get("input_dim"))
-    tensors = _tensors(folder, device)
+    tensors = load_tensors(folder, device)
     # safetensors saves a tensor once, and the decoder's is the encoder's.
     name = "encoder.weight" if "encoder.weight" in tensors else "decoder.linear.weight"
     weight = _tensor(tensors, name, shape, path)
@@ -600,7 +612,7 @@ def _load_auto_encoder(folder: Path, device: torch.device) -> AutoEncoder:
 
 def load_static_weights(folder: Path) -> np.ndarray:
     """f32 [vocab_size], a weight for each token, of a SparseStaticEmbedding."""
-    tensors = _tensors(folder, torch.device("cpu"))
+    tensors = load_tensors(folder, torch.device("cpu"))
     weight = tensors.get("weight")
     if weight is None or weight.dim() != 1 or not torch.isfinite(weight).all():
         raise CheckpointError(
@@ -609,8 +621,8 @@ def load_static_weights(folder: Path) -> np.ndarray:
     return weight.numpy()
 
 
-def _tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
-    """f32, those of floating numbers: of model.safetensors, else of pytorch_model.bin."""
+def load_tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    """The floating tensors of a module, in f32: of model.safetensors, else of pytorch_model.bin."""
     path, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
     if path.is_file():
         saved = [tensor for tensor in read_header(path) if tensor.is_floating]

@@ -16,10 +16,14 @@ from checkpoints import (
     save_sentence_model,
     texts,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
-from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
+from sentence_transformers.sentence_transformer.modules import (
+    LayerNorm,
+    Pooling,
+    WeightedLayerPooling,
+)
 from tiny import one_thread  # noqa: F401  (autouse)
 from torch import nn
 
@@ -112,6 +116,48 @@ def test_a_file_of_plain_tensors_may_be_of_any_size_that_it_has(tmp_path: Path) 
             read_pickled(path)
     torch.save({"weight": torch.zeros(9)}, path, _use_new_zipfile_serialization=False)
     assert read_pickled(path)["weight"].tolist() == [0] * 9
+
+
+def save_layer_mean(folder: Path, *, family: str = "bert", first: int = 1, **config: bool) -> Path:
+    module = WeightedLayerPooling(HIDDEN, num_hidden_layers=2, layer_start=first)
+    path = save_sentence_model(folder, [module, Pooling(HIDDEN)], family=family)
+    save_file({"layer_weights": torch.arange(1.0, 4 - first)}, path / "1_WeightedLayerPooling" /
+              "model.safetensors")  # fmt: skip
+    edit_json(path / "config.json", **({"output_hidden_states": True} | config))
+    return path
+
+
+@pytest.mark.feature("Checkpoints", "sentence-transformers' WeightedLayerPooling")
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_a_mean_over_layers(family: str, first: int, tmp_path: Path) -> None:
+    folder = save_layer_mean(tmp_path, family=family, first=first)
+    assert_same_embeddings(folder)
+    model, ids = bytetx.load(folder, device="cpu"), [[7, 8, 9], [5], [9] * 20]
+    together = model.embed(ids).vectors
+    for one, vector in zip(ids, together, strict=True):
+        np.testing.assert_allclose(model.embed([one]).vectors[0], vector, atol=1e-6)
+    half = bytetx.load(folder, device="cpu", dtype="bfloat16").embed(ids).vectors
+    assert cosine_distance(half, together) < 1e-3
+
+
+def test_a_mean_over_layers_that_the_transformer_does_not_give(tmp_path: Path) -> None:
+    """sentence-transformers leaves the module out then."""
+    folder = save_layer_mean(tmp_path, output_hidden_states=False)
+    assert_same_embeddings(folder)
+
+
+def test_a_mean_over_layers_that_does_not_fit(tmp_path: Path) -> None:
+    folder = save_layer_mean(tmp_path)
+    module = folder / "1_WeightedLayerPooling"
+    with pytest.raises(InputError, match="does not run with tp"):
+        bytetx.load(folder, tp=2)
+    save_file({"layer_weights": torch.tensor([1.0, -1.0])}, module / "model.safetensors")
+    with pytest.raises(CheckpointError, match="must be finite, their sum not 0"):
+        bytetx.load(folder, device="cpu")
+    edit_json(module / "config.json", layer_start=4)
+    with pytest.raises(CheckpointError, match="layer_start 4 must fit the model's 2 layers"):
+        bytetx.load(folder, device="cpu")
 
 
 def test_layer_norm_module(tmp_path: Path) -> None:
