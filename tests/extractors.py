@@ -42,3 +42,45 @@ def save_extractor(folder: Path) -> Path:
     }
     (folder / "gliner_config.json").write_text(json.dumps(config, default=str))
     return folder
+
+
+def save_schema_model(folder: Path) -> Path:
+    """A GLiNER2 model: BERT with spans of at most 3 words, which counts one instance."""
+    folder.mkdir(parents=True)
+    tokenizer = make_tokenizer("wordpiece", max_tokens=64)
+    marks = ["SEP_STRUCT", "SEP_TEXT", "P", "C", "E", "R", "L", "EXAMPLE", "OUTPUT", "DESCRIPTION"]
+    tokenizer.add_tokens([tokenizers.AddedToken(f"[{mark}]", special=True) for mark in marks])
+    tokenizer.save_pretrained(folder)
+    encoder = tiny_model("bert", vocab_size=len(tokenizer), max_position_embeddings=2048)
+    tensors = {f"encoder.{name}": tensor.clone() for name, tensor in encoder.state_dict().items()}
+    span, counts = "span_rep.span_rep_layer", "count_embed"
+    shapes = {
+        f"{span}.project_start.0": (4 * _SIZE, _SIZE),
+        f"{span}.project_start.3": (_SIZE, 4 * _SIZE),
+        f"{span}.project_end.0": (4 * _SIZE, _SIZE),
+        f"{span}.project_end.3": (_SIZE, 4 * _SIZE),
+        f"{span}.out_project.0": (4 * _SIZE, 2 * _SIZE),
+        f"{span}.out_project.3": (_SIZE, 4 * _SIZE),
+        "classifier.0": (2 * _SIZE, _SIZE),
+        "classifier.2": (1, 2 * _SIZE),
+        "count_pred.0": (2 * _SIZE, _SIZE),
+        "count_pred.2": (20, 2 * _SIZE),
+        f"{counts}.projector.0": (4 * _SIZE, 2 * _SIZE),
+        f"{counts}.projector.2": (_SIZE, 4 * _SIZE),
+    }
+    generator = torch.Generator().manual_seed(6)
+    for name, shape in shapes.items():
+        tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) * 0.3
+        tensors[f"{name}.bias"] = torch.zeros(shape[0])
+    tensors["count_pred.2.bias"][1] = 100
+    tensors[f"{counts}.pos_embedding.weight"] = torch.randn((20, _SIZE), generator=generator)
+    for part in ("ih", "hh"):
+        weight = torch.randn((3 * _SIZE, _SIZE), generator=generator) * 0.1
+        tensors[f"{counts}.gru.weight_{part}_l0"] = weight
+        tensors[f"{counts}.gru.bias_{part}_l0"] = torch.zeros(3 * _SIZE)
+    save_file(tensors, folder / "model.safetensors")
+    config = {"model_type": "extractor", "span_head": {"max_width": 3}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "encoder_config").mkdir()
+    encoder.config.save_pretrained(folder / "encoder_config")
+    return folder

@@ -7,6 +7,8 @@ from typing import Any
 
 from bytetx.checkpoint.families import Families
 from bytetx.checkpoint.files import (
+    GLINER,
+    GLINER2,
     GLINER_CONFIG,
     GLINER_SAVE,
     as_encoder,
@@ -20,6 +22,7 @@ from bytetx.checkpoint.side_files import (
     Field,
     check_fields,
     integer,
+    one_of,
     read_json,
 )
 from bytetx.checkpoint.spec import build_spec
@@ -27,6 +30,7 @@ from bytetx.errors import CheckpointError
 
 # What the names of the encoder's tensors begin with in a GLiNER model's file.
 _ENCODER = "token_rep_layer.bert_layer.model."
+_ENCODER2 = "encoder."
 LABELS_ENCODER = "token_rep_layer.labels_encoder.model."
 LABELS_TOKENIZER = "labels_tokenizer"
 # An encoder without a table of positions reads texts of any length; attention's memory ends them.
@@ -57,6 +61,18 @@ _FIELDS: dict[str, Field] = {
     "span_mode": TEXT,
     "subtoken_pooling": TEXT,
     "words_splitter_type": TEXT,
+}
+_SPAN_FIELDS: dict[str, Field] = {
+    "max_width": integer(1, 1 << 10),
+    "span_mode": one_of("markerV0"),
+}
+_SCHEMA_FIELDS: dict[str, Field] = {
+    "architecture": TEXT,
+    "counting_layer": one_of("count_lstm", "count_lstm_moe", "count_lstm_v2"),
+    "max_len": integer(1),
+    "max_width": integer(1, 1 << 10),
+    "span_head": TABLE,
+    "token_pooling": TEXT,
 }
 # Keys of kinds of models that are not read, and what they say.
 _OTHER_KINDS = {
@@ -102,12 +118,37 @@ class ExtractionSpec:
     fusion: tuple[tuple[str, ...], ...] = ()
 
 
-def read_extraction(folder: Path, families: Families) -> ExtractionSpec:
-    """The spec of a GLiNER checkpoint.
+@dataclass(frozen=True, slots=True)
+class SchemaSpec:
+    """A GLiNER2 head: a schema comes before a text, and spans of words are scored for its fields.
 
-    families: of the labels' encoder, too.
+    max_words: of a text, None for no limit.  max_width: words of a span.  pooling: a mode of
+    ops.pooling, of a word's tokens.  counter: what tells the instances of a structure apart.
+    """
+
+    max_words: int | None
+    max_width: int
+    pooling: str
+    counter: str
+
+
+def is_extractor(spec: ModelSpec) -> bool:
+    """Whether the model is the encoder of a GLiNER checkpoint."""
+    return spec.architectures in ((GLINER,), (GLINER2,))
+
+
+def read_extraction(
+    folder: Path, spec: ModelSpec, families: Families
+) -> ExtractionSpec | SchemaSpec | None:
+    """The head of a GLiNER checkpoint; None of others.
+
+    spec: of the encoder.  families: of the labels' encoder, too.
     Raises CheckpointError for damaged files and for kinds of models that are not read.
     """
+    if not is_extractor(spec):
+        return None
+    if spec.architectures == (GLINER2,):
+        return _read_schema_spec(folder / "config.json")
     path = folder / GLINER_CONFIG
     content = read_json(path)
     check_fields(path, content, _FIELDS)
@@ -139,6 +180,27 @@ def read_extraction(folder: Path, families: Families) -> ExtractionSpec:
         reads_label=not given.get("embed_ent_token", True),
         labels=labels,
         fusion=() if labels is None else _read_fusion(path, given),
+    )
+
+
+def _read_schema_spec(path: Path) -> SchemaSpec:
+    content = read_json(path, _SCHEMA_FIELDS)
+    given = {key: value for key, value in content.items() if value is not None}
+    architecture = given.get("architecture", "span")
+    if architecture != "span":
+        raise CheckpointError(
+            f"{path}: architecture {architecture!r:.120} is not supported; bytetx runs GLiNER2's "
+            "span models"
+        )
+    head = given.get("span_head", {})
+    check_fields(f"{path}: span_head", head, _SPAN_FIELDS)
+    width = head.get("max_width", given.get("max_width", 8))
+    pooling = given.get("token_pooling", "first")
+    return SchemaSpec(
+        max_words=given.get("max_len"),
+        max_width=width,
+        pooling=_POOLING.get(pooling, "cls"),
+        counter=given.get("counting_layer", "count_lstm"),
     )
 
 
@@ -190,8 +252,11 @@ def _refuse_others(path: Path, given: Mapping[str, Any]) -> None:
 
 
 def encoder_spec(spec: ModelSpec) -> ModelSpec:
-    """The spec of an encoder whose tensors lie in a GLiNER model's file."""
+    """The spec of an encoder whose tensors lie in a GLiNER model's file; another as it is."""
+    if not is_extractor(spec):
+        return spec
+    prefix = _ENCODER if spec.architectures == (GLINER,) else _ENCODER2
     positions = spec.max_positions
     if "position" not in spec.embeddings and spec.layer_spec.disentangled is not None:
         positions = max(positions, _MOST_POSITIONS)
-    return replace(spec, prefixes=(*spec.prefixes, _ENCODER), max_positions=positions)
+    return replace(spec, prefixes=(*spec.prefixes, prefix), max_positions=positions)

@@ -40,6 +40,10 @@ _CONFIG = {
 }
 ADAPTER_CONFIG = "adapter_config.json"
 GLINER_CONFIG = "gliner_config.json"
+# Architectures of encoders that lie in a GLiNER model's file, of versions 1 and 2.
+GLINER, GLINER2 = "GLiNER", "GLiNER2"
+GLINER2_TYPE = "extractor"
+GLINER2_ENCODER = "encoder_config/config.json"
 _ADAPTER = {"base_model_name_or_path": TEXT, "revision": TEXT}
 MODULES: dict[str, Field] = {
     "idx": integer(0),
@@ -291,8 +295,13 @@ def adapter_base(folder: Path, *, local_files_only: bool = True) -> Path | None:
 
 def load_config(folder: Path) -> dict[str, Any]:
     """The checkpoint's config.json; of a GLiNER model, its encoder's config."""
-    path, gliner = folder / "config.json", folder / GLINER_CONFIG
-    return _encoder_config(gliner) if is_gliner(folder) else read_json(path, _CONFIG)
+    if is_gliner(folder):
+        return _encoder_config(folder / GLINER_CONFIG)
+    config = read_json(folder / "config.json", _CONFIG)
+    if config.get("model_type") != GLINER2_TYPE:
+        return config
+    path = folder / GLINER2_ENCODER
+    return as_encoder(path, read_json(path), architecture=GLINER2)
 
 
 def is_gliner(folder: Path) -> bool:
@@ -311,9 +320,11 @@ def _encoder_config(path: Path) -> dict[str, Any]:
     return as_encoder(path, config)
 
 
-def as_encoder(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def as_encoder(
+    path: Path, config: Mapping[str, Any], *, architecture: str = GLINER
+) -> dict[str, Any]:
     """The config of an encoder in a GLiNER model's file, at `path`, as of a config.json."""
-    config = {"model_type": "deberta-v2", **config, "architectures": ["GLiNER"]}
+    config = {"model_type": "deberta-v2", **config, "architectures": [architecture]}
     check_fields(path, config, _CONFIG)
     return config
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -369,6 +370,31 @@ def extract(
         "truncate": options.truncate,
     }
     run_text_job(options, list_task("extract", given))
+
+
+@app.command()
+@with_job_options
+def fill_schema(
+    options: JobOptions,
+    schema: Annotated[
+        Path,
+        typer.Option(
+            "--schema",
+            exists=True,
+            dir_okay=False,
+            help="A JSON file with entities, structures, relations and classifications.",
+        ),
+    ],
+    threshold: Annotated[
+        float, typer.Option(min=0, max=1, help="The least score of spans and choices.")
+    ] = 0.5,
+) -> None:
+    """What a schema asks for, from each text: entities, fields, relations, classes (GLiNER2)."""
+    from bytetx.cli.files.command import run_text_job
+    from bytetx.cli.files.tasks import fill_schema_task, read_schema_file
+
+    given = {"schema": read_schema_file(schema), "threshold": threshold}
+    run_text_job(options, fill_schema_task(given | {"truncate": options.truncate}))
 
 
 @app.command()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bytetx.checkpoint.decision_heads import DecisionHeadSpec
-from bytetx.checkpoint.extraction import ExtractionSpec
+from bytetx.checkpoint.extraction import ExtractionSpec, SchemaSpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError
 from bytetx.nn.extraction import ExtractionHead, load_extraction
@@ -22,6 +22,7 @@ from bytetx.nn.heads import (
     load_sequence_classification,
     load_token_classification,
 )
+from bytetx.nn.schema_head import SchemaHead, load_schema_head
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.transformer import Transformer
 
@@ -36,7 +37,7 @@ class Heads:
     lm: LmHead | None = None
     question_answering: ClassificationHead | None = None
     decision: DecisionHead | None = None
-    extraction: ExtractionHead | None = None
+    extraction: ExtractionHead | SchemaHead | None = None
     ranking: ClassificationHead | None = None
 
 
@@ -48,7 +49,7 @@ def load_heads(
     may_lack: bool,
     decision: DecisionHeadSpec | None,
     label_ids: Sequence[int],
-    extraction: ExtractionSpec | None = None,
+    extraction: ExtractionSpec | SchemaSpec | None = None,
 ) -> Heads:
     """The head that `architectures` names; where it names none, those whose tensors are there.
 
@@ -60,6 +61,8 @@ def load_heads(
             spec, load, transformer, may_lack=True, decision=None, label_ids=label_ids
         )
         return replace(trunk, decision=load_decision(spec, load, decision))
+    if isinstance(extraction, SchemaSpec):
+        return Heads(extraction=load_schema_head(extraction, load, size=spec.output_size))
     if extraction is not None:
         return Heads(extraction=load_extraction(extraction, load, spec))
     blocks = transformer.blocks

@@ -91,7 +91,7 @@ class SpanScorer:
     of one linear layer; mean: of the mean of a text's words, a third part (markerV1).
     out: the last layer, [hidden_size, 4 * hidden_size]; None where `first` is the last one.
     folded: its transpose without a bias, for labels.
-    labels: of the labels' rows.
+    labels: of the labels' rows; None takes them as they are.
     """
 
     max_width: int
@@ -102,7 +102,7 @@ class SpanScorer:
     mean: LinearWeight | None
     out: LinearWeight | None
     folded: LinearWeight | None
-    labels: Perceptron
+    labels: Perceptron | None
 
     def rows_of(self, num_words: int) -> int:
         """Rows of scores of a text: of spans by their first word, then by their width."""
@@ -118,10 +118,10 @@ class SpanScorer:
         last word have no meaning.
         """
         num_texts, num_labels, size = labels.shape
-        first = linear(torch.relu(self.starts(words)), self.first)
-        second = linear(torch.relu(self.ends(words)), self.second)
-        found = self.labels(labels.reshape(-1, size))
-        wide = None if self.folded is None else linear(found, self.folded)
+        first, second = self.halves(words)
+        found = labels.reshape(-1, size)
+        found = found if self.labels is None else self.labels(found)
+        wide = self.wide(found)
         out = words.new_empty((self.max_width * len(words), num_labels))
         row, start = 0, 0
         for text, count in enumerate(num_words):
@@ -133,14 +133,36 @@ class SpanScorer:
             if self.mean is not None:
                 average = torch.relu(words[start:end].mean(dim=0, keepdim=True))
                 own = own + linear(average, self.mean)
-            # Behind the last word are rows of zeros, so that every span has an end.
-            last = F.pad(second[start:end], (0, 0, 0, self.max_width - 1))
-            folded = None
-            if wide is not None and self._folds(self.rows_of(count), num_labels):
-                folded = wide[rows]
-            self._score(own, last, found[rows], folded, out[row:stop])
+            own_wide = None if wide is None else wide[rows]
+            self.score_text(own, second[start:end], found[rows], own_wide, out[row:stop])
             row, start = stop, end
         return out
+
+    def halves(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each word adds to the spans that it begins, and to those that it ends."""
+        first = linear(torch.relu(self.starts(words)), self.first)
+        return first, linear(torch.relu(self.ends(words)), self.second)
+
+    def wide(self, labels: torch.Tensor) -> torch.Tensor | None:
+        """Labels multiplied by the last layer."""
+        return None if self.folded is None else linear(labels, self.folded)
+
+    def score_text(
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        labels: torch.Tensor,
+        wide: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Writes the scores of one text's spans, f32 [n * max_width, num_labels].
+
+        first, second: halves of its n words.  wide: of the labels.
+        """
+        # Behind the last word are rows of zeros, so that every span has an end.
+        last = F.pad(second, (0, 0, 0, self.max_width - 1))
+        folds = wide is not None and self._folds(len(out), len(labels))
+        self._score(first, last, labels, wide if folds else None, out)
 
     def _score(
         self,
@@ -313,29 +335,52 @@ def _perceptron(
 
 
 def _load_span_scorer(spec: ExtractionSpec, load: TensorLoader) -> SpanScorer:
-    size, markers = spec.hidden_size, spec.markers
+    assert spec.max_width is not None
+    labels = _perceptron(load, "prompt_rep_layer", spec.hidden_size)
+    return load_span_scorer(
+        load,
+        _STEM,
+        size=spec.hidden_size,
+        markers=spec.markers,
+        max_width=spec.max_width,
+        labels=labels,
+    )
+
+
+def load_span_scorer(
+    load: TensorLoader,
+    prefix: str,
+    *,
+    size: int,
+    markers: str,
+    max_width: int,
+    labels: Perceptron | None,
+) -> SpanScorer:
+    """Raises CheckpointError where tensors are missing or wrong.
+
+    prefix: what their names begin with.  markers: as of ExtractionSpec.
+    """
     is_plain = markers == "marker"
     expansion = 2 if is_plain else _EXPANSION
     num_parts = 3 if markers == "markerV1" else 2
     rows = size if is_plain else _EXPANSION * size
-    stem = f"{_STEM}.out_project" + ("" if is_plain else ".0")
+    stem = f"{prefix}.out_project" + ("" if is_plain else ".0")
     parts = _parts(load, stem, rows, size, num_parts)
-    assert spec.max_width is not None
     out = folded = None
     if not is_plain:
-        out = load.linear(f"{_STEM}.out_project.3", size, rows)
-        matrix = load.tensor(f"{_STEM}.out_project.3.weight", (size, rows))
+        out = load.linear(f"{prefix}.out_project.3", size, rows)
+        matrix = load.tensor(f"{prefix}.out_project.3.weight", (size, rows))
         folded = load.linear_from(matrix.t().contiguous(), None)
     return SpanScorer(
-        max_width=spec.max_width,
-        starts=_perceptron(load, f"{_STEM}.project_start", size, expansion=expansion),
-        ends=_perceptron(load, f"{_STEM}.project_end", size, expansion=expansion),
+        max_width=max_width,
+        starts=_perceptron(load, f"{prefix}.project_start", size, expansion=expansion),
+        ends=_perceptron(load, f"{prefix}.project_end", size, expansion=expansion),
         first=parts[0],
         second=parts[1],
         mean=parts[2] if num_parts == 3 else None,
         out=out,
         folded=folded,
-        labels=_perceptron(load, "prompt_rep_layer", size),
+        labels=labels,
     )
 
 

@@ -20,9 +20,9 @@ from bytetx.checkpoint.decision_heads import (
     read_decision_head,
     trunk_config,
 )
-from bytetx.checkpoint.extraction import ExtractionSpec, encoder_spec, read_extraction
+from bytetx.checkpoint.extraction import ExtractionSpec, SchemaSpec, encoder_spec, read_extraction
 from bytetx.checkpoint.families import Families, read_families
-from bytetx.checkpoint.files import is_gliner, load_config, refuse_own_code
+from bytetx.checkpoint.files import load_config, refuse_own_code
 from bytetx.checkpoint.generation_config import GenerationDefaults, read_generation_config
 from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.router import RouterSpec, read_router
@@ -81,7 +81,7 @@ class LoadedCheckpoint:
     token_modules: what gives each token a vector, behind the transformer.
     pair_template: of the chats that a causal reranker scores.
     decisions: how it asks questions, with the template of decision_template.jinja, if any.
-    extraction: of a GLiNER model.
+    extraction: of a GLiNER model, version 1 or 2.
     tasks: the adapters of tasks, where the checkpoint has some, as its files have them.
     router, routes: of a model whose task chooses a route; what is loaded is the default one.
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
@@ -111,7 +111,7 @@ class LoadedCheckpoint:
     pair_template: ChatTemplate | None = None
     decisions: DecisionConfig = DecisionConfig()
     decision_template: ChatTemplate | None = None
-    extraction: ExtractionSpec | None = None
+    extraction: ExtractionSpec | SchemaSpec | None = None
     tasks: TaskAdapters | None = None
     router: RouterSpec | None = None
     routes: Mapping[str, "LoadedCheckpoint"] = field(default_factory=dict)
@@ -224,8 +224,8 @@ def _load(
 ) -> LoadedCheckpoint:
     device = resolve_device(device)
     config, spec, head = _read_spec(sentence, families)
-    decisions, own = _read_decisions(sentence, head), sentence.folder
-    extraction = read_extraction(own, families) if is_gliner(own) else None
+    decisions = _read_decisions(sentence, head)
+    extraction = read_extraction(sentence.folder, spec, families)
     tokenizer = _load_tokenizer(sentence, spec)
     weights = _open_weights(sentence, spec, head, decisions.adapter, on_tensor=on_tensor)
     quantization = wanted_quantization(dtype, spec, device)
@@ -305,8 +305,7 @@ def _read_spec(
     spec = build_spec(trunk_config(config, head), families)
     if sentence.splade is not None:
         spec = token_logits_spec(spec)
-    if is_gliner(sentence.folder):
-        spec = encoder_spec(spec)
+    spec = encoder_spec(spec)
     check_mask(head, family=spec.family, is_causal=spec.is_causal)
     return config, spec, head
 
@@ -548,7 +547,7 @@ def _load_model(
     batch_invariant: bool = False,
     decision_head: DecisionHeadSpec | None = None,
     label_ids: Sequence[int] = (),
-    extraction: ExtractionSpec | None = None,
+    extraction: ExtractionSpec | SchemaSpec | None = None,
 ) -> tuple[Transformer, Heads]:
     """may_lack_head: the head that `architectures` names may be absent.
 

@@ -37,12 +37,15 @@ class LabelPrompt:
     before, behind: int32 token ids.  labels: int64 [num_labels], the token of each label.
     apart: int32 token ids of each label, where labels have an encoder of their own; labels is empty
     then.
+    words: int64, how many tokens each word has that is read with those of every text; they are the
+    last ones of `before`.
     """
 
     before: np.ndarray
     behind: np.ndarray
     labels: np.ndarray
     apart: tuple[np.ndarray, ...] = ()
+    words: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @property
     def num_labels(self) -> int:
@@ -51,7 +54,7 @@ class LabelPrompt:
     @property
     def key(self) -> bytes:
         """Equal for prompts that are read as the same."""
-        parts = (self.before, self.labels.astype(np.int32), *self.apart)
+        parts = (self.before, *(x.astype(np.int32) for x in (self.labels, self.words)), *self.apart)
         lengths = np.array([len(part) for part in parts], dtype=np.int32)
         return b"".join(part.tobytes() for part in (lengths, *parts))
 
@@ -129,11 +132,17 @@ def frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 class WordReader(InputReader):
     """Splits texts into words and puts the prompt before them.
 
-    A text without words has no tokens.  max_words: of a text.
+    A text without words has no tokens.  max_words: of a text, None for no limit.
+    max_tokens: of a text with its prompt, None is the tokenizer's limit.
+    words: of a text.  reads_sentences: whether words are read in lower case, and a text has an end
+    of a sentence.
     """
 
     label_prompt: LabelPrompt | None = None
-    max_words: int = 0
+    max_words: int | None = None
+    max_tokens: int | None = None
+    words: re.Pattern[str] = _WORDS
+    reads_sentences: bool = False
 
     def read_texts(self, texts: Mapping[int, Text], errors: Errors) -> Requests:
         tokenizer, prompt = self.tokenizer, self.label_prompt
@@ -147,10 +156,11 @@ class WordReader(InputReader):
         given = {index: str(text) for index, text in found.items()}
         if not given:
             return no_requests()
-        split = [[match.span() for match in _WORDS.finditer(text)] for text in given.values()]
-        words, token_ids, lengths = _tokenize(tokenizer, list(given.values()), split)
+        read = [ended(text) if self.reads_sentences else text for text in given.values()]
+        split = [[match.span() for match in self.words.finditer(text)] for text in read]
+        words, token_ids, lengths = _tokenize(tokenizer, read, split, lowers=self.reads_sentences)
         starts = np.cumsum(lengths) - lengths
-        room = tokenizer.max_tokens - prompt.num_tokens
+        room = (self.max_tokens or tokenizer.max_tokens) - prompt.num_tokens
         rows: list[np.ndarray] = []
         alignments: list[WordAlignment] = []
         truncated: list[bool] = []
@@ -168,7 +178,7 @@ class WordReader(InputReader):
             is_read = len(kept) and prompt.num_labels
             seqlens.append(prompt.num_tokens + len(ids) if is_read else 0)
             rows += [prompt.before, ids, prompt.behind] if is_read else [ids[:0]]
-            places = np.array(spans, dtype=np.int64).reshape(-1, 2)[kept]
+            places = np.array(spans, dtype=np.int64).reshape(-1, 2)[kept].clip(max=len(text))
             alignments.append(WordAlignment(text, None, None, [], words=places, num_tokens=sizes))
         requests = Requests(
             np.fromiter(given, dtype=np.int64, count=len(given)),
@@ -184,10 +194,11 @@ class WordReader(InputReader):
     def _check_lengths(self, requests: Requests, room: int, errors: Errors) -> None:
         if self.truncate:
             return
+        limit = "" if self.max_words is None else f"{self.max_words} words or the "
         for index in requests.indices[requests.is_truncated].tolist():
             errors[index] = TooLongError(
-                f"texts[{index}] has more than the {self.max_words} words or the {room} tokens "
-                "that this model takes behind these labels; shorten it, or pass truncate=True"
+                f"texts[{index}] has more than the {limit}{room} tokens that this model takes "
+                "behind these labels; shorten it, or pass truncate=True"
             )
 
     def read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:
@@ -210,8 +221,17 @@ def _no_text(index: int) -> InputError:
     return InputError(f"texts[{index}] must be a str: spans are extracted from words")
 
 
+def ended(text: str) -> str:
+    """The text with an end of a sentence."""
+    return text if text.endswith((".", "!", "?")) else text + "."
+
+
 def _tokenize(
-    tokenizer: Tokenizer, texts: Sequence[str], split: Sequence[Sequence[tuple[int, int]]]
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    split: Sequence[Sequence[tuple[int, int]]],
+    *,
+    lowers: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Each different word is tokenised once, for no word's tokens depend on the others.
 
@@ -220,11 +240,11 @@ def _tokenize(
     """
     numbers: dict[str, int] = {}
     words = [
-        numbers.setdefault(text[start:end], len(numbers))
+        numbers.setdefault(text[start:end].lower() if lowers else text[start:end], len(numbers))
         for text, spans in zip(texts, split, strict=True)
         for start, end in spans
     ]
-    found = tokenizer.encode_all_plain(list(numbers)) if numbers else []
+    found = tokenizer.untruncated().encode_all_plain(list(numbers)) if numbers else []
     lengths = np.fromiter(map(len, found), dtype=np.int64, count=len(found))
     token_ids = np.array([token for ids in found for token in ids], dtype=np.int32)
     return np.array(words, dtype=np.int64), token_ids, lengths

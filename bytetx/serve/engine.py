@@ -22,6 +22,7 @@ from bytetx.encode.request import RunStats
 from bytetx.errors import DeviceLostError, InputError, NotFiniteError, shown
 from bytetx.generate.outputs import RequestOutput
 from bytetx.model import Model
+from bytetx.nn.schema_head import SchemaHead
 from bytetx.ops.heap import release_heap_after
 from bytetx.requests.chunks import offsets_of
 from bytetx.requests.prompts import ChatPrompt, Prompt
@@ -65,6 +66,7 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         "rerank": reranks,
         "tag": heads.token is not None,
         "extract": heads.extraction is not None,
+        "fill_schema": isinstance(heads.extraction, SchemaHead),
         "generate": has_lm,
         "decide": asks_about_documents(model.context),
         "tokenize": model.tokenizer is not None,
@@ -408,6 +410,12 @@ async def _extract(served: ServedModel, call: Call) -> Outcome:
     return Outcome(_timings(result.stats), await asyncio.to_thread(_as_json, list(result)))
 
 
+async def _fill_schema(served: ServedModel, call: Call) -> Outcome:
+    """rows: for each text {entities, classifications, structures, relations}"""
+    result = await served.model.fill_schema(call.inputs, **call.options)
+    return Outcome(_timings(result.stats), await asyncio.to_thread(_as_json, list(result)))
+
+
 async def _similarity(served: ServedModel, call: Call) -> Outcome:
     """rows: [score, ...] of the second and later inputs against the first"""
     options, inputs, num_cut = await _prepared(served, call)
@@ -517,6 +525,8 @@ def _as_json(value: Any) -> Any:
         return {entry.name: _as_json(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, np.ndarray):
         return value.tolist()
+    if isinstance(value, dict):
+        return {key: _as_json(own) for key, own in value.items()}
     return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
 
 
@@ -528,6 +538,7 @@ TASKS: Mapping[str, Callable[[ServedModel, Call], Awaitable[Outcome]]] = {
     "rerank": _rerank,
     "tag": _tag,
     "extract": _extract,
+    "fill_schema": _fill_schema,
     "similarity": _similarity,
     "tokenize": _tokenize,
     "decode": _decode,

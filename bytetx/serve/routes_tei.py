@@ -1,6 +1,6 @@
 """TEI's routes: /embed and its relatives, /predict, /rerank, /tokenize, /decode, POST /.
 
-/extract, which TEI lacks, is beside them.
+/extract and /fill_schema, which TEI lacks, are beside them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +30,7 @@ from bytetx.serve.schemas import (
     EmbedSparseRequest,
     ExtractRequest,
     Fields,
+    FillSchemaRequest,
     PredictRequest,
     PredictTokensRequest,
     RerankRequest,
@@ -224,6 +225,26 @@ async def extract(body: ExtractRequest, exchange: Exchange) -> Response:
     return json_answer(exchange, outcome.rows, num_characters=characters)
 
 
+async def fill_schema(body: FillSchemaRequest, exchange: Exchange) -> Response:
+    """What a schema asks for, from each text."""
+    facts = _model(exchange, body.model, "fill_schema")
+    check_batch(exchange, body.texts, field="texts")
+    # The model reads the schema with each text.
+    schema = orjson.dumps(body.schema_).decode()
+    characters = len(schema) * len(body.texts) + count_characters(body.texts)
+    check_characters(exchange, characters, field="texts", shared="schema")
+    outcome = await run(
+        exchange,
+        facts,
+        "fill_schema",
+        body.texts,
+        schema=body.schema_,
+        threshold=body.threshold,
+        truncate=truncates(exchange, body.truncate),
+    )
+    return json_answer(exchange, outcome.rows, num_characters=characters)
+
+
 async def similarity(body: SimilarityRequest, exchange: Exchange) -> Response:
     """How similar each sentence is to the source sentence, by the model's own function."""
     facts = _model(exchange, body.model, "embed")
@@ -354,6 +375,8 @@ async def _main_task(given: dict[str, Any], exchange: Exchange) -> Response:
     if task in ("classify", "rerank"):
         body = await _read(PredictRequest, given, exchange)
         return await _predict(body, exchange, is_nested=is_hub_api or not body.inputs.is_single)
+    if task == "extract" and "schema" in given:
+        return await fill_schema(await _read(FillSchemaRequest, given, exchange), exchange)
     if task == "extract":
         return await extract(await _read(ExtractRequest, given, exchange), exchange)
     if task == "tag":

@@ -509,6 +509,18 @@ class ExtractRequest(Request):
     model: str | None = Field(None, description="A served model; the first one.")
 
 
+class FillSchemaRequest(Request):
+    texts: _List[str]
+    schema_: dict[str, Any] = Field(
+        alias="schema",
+        description="Tables entities, structures, relations and classifications, as of Python's "
+        "fill_schema.",
+    )
+    threshold: OrNull[Annotated[float, Field(ge=0, le=1)]] = 0.5
+    truncate: bool | None = Field(None, description="Cut long texts; the server's --auto-truncate.")
+    model: str | None = Field(None, description="A served model; the first one.")
+
+
 class RerankRequest(_TeiRequest):
     query: str
     texts: _List[str]

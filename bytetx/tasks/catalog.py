@@ -22,6 +22,7 @@ _MODULES = {
     "embed_tokens": "embed_tokens",
     "extract": "extract",
     "fill_mask": "fill_mask",
+    "fill_schema": "fill_schema",
     "generate": "generate",
     "hidden_states": "hidden_states",
     "rerank": "rerank",

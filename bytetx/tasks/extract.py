@@ -12,8 +12,10 @@ from bytetx.encode.request import Requests
 from bytetx.encode.step import Capture, Step, are_finite
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.extraction import ExtractionHead, SpanScorer
+from bytetx.nn.schema_head import SchemaHead
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.pooling import largest, pool
+from bytetx.ops.pooling import largest
+from bytetx.requests.schema import entity_schema
 from bytetx.requests.words import (
     LabelPrompt,
     WordAlignment,
@@ -21,12 +23,13 @@ from bytetx.requests.words import (
     apart_prompt,
     label_prompt,
 )
-from bytetx.sequence_tree import rows_of
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.classify import sigmoid
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import ExtractedSpan, Results
+from bytetx.tasks.schema_scores import TextScores, schema_call
 from bytetx.tasks.task import TextOptions, option, task
+from bytetx.tasks.word_rows import alignments_of, read_labels, read_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +64,22 @@ def extract(
     Of spans that overlap, the one with the highest score stays. A text without words has no spans.
     Raises InputError where the checkpoint has no head for span extraction.
     """
-    head = context.need_head(context.heads.extraction, "span extraction")
-    spec, tokenizer = head.spec, context.need_tokenizer()
+    found = context.need_head(context.heads.extraction, "span extraction")
+    head = cast(ExtractionHead | SchemaHead, found)
     names, given = _checked_labels(labels)
+    if isinstance(head, SchemaHead):
+        described = {
+            name: None if name == own else own for name, own in zip(names, given, strict=True)
+        }
+
+        def spans(scores: TextScores) -> list[ExtractedSpan]:
+            found = scores.entities(options.threshold) if names else []
+            return chosen_spans(found, scores.alignment, names, options)
+
+        key = ("extract", options.threshold, options.nested, options.multi_label)
+        schema = entity_schema(described)
+        return schema_call(context, "extract", texts, schema, options, spans, key=key)
+    spec, tokenizer = head.spec, context.need_tokenizer()
     if head.labels is None:
         prompt = label_prompt(spec, tokenizer, given, most=tokenizer.max_tokens)
     else:
@@ -119,21 +135,12 @@ class ExtractTask:
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """(scores before the sigmoid, f32 [total_rows, num_labels], `largest` of each row)"""
-        requests = step.requests
-        texts = np.flatnonzero(requests.seqlens)
-        if not len(texts):
+        found = read_words(self.head, self.prompt, hidden_states, step.requests)
+        if not found.num_words:
             none = torch.empty((0, len(self.labels)), device=hidden_states.device)
             return none, none.sum(dim=1)
-        every = _alignments(requests)
-        alignments = [every[text] for text in texts.tolist()]
-        num_words = [len(one.words) for one in alignments]
-        starts = requests.cu_seqlens[:-1][texts]
-        sizes = [one.num_tokens for one in alignments]
-        lengths = np.concatenate([np.empty(0, dtype=np.int64), *sizes])
-        counts = np.array([size.sum() for size in sizes], dtype=np.int64)
-        tokens = rows_of(starts + len(self.prompt.before), counts)
-        words = self._pool(hidden_states, tokens, lengths)
-        scores = self.head.forward(words, self._labels(hidden_states, starts), num_words)
+        labels = self._labels(hidden_states, found.starts)
+        scores = self.head.forward(found.rows, labels, found.num_words)
         return scores, largest(scores)
 
     def _labels(self, hidden_states: torch.Tensor, starts: np.ndarray) -> torch.Tensor:
@@ -143,34 +150,20 @@ class ExtractTask:
         """
         if self.head.labels is not None:
             return self.head.labels.vectors(self.prompt.apart)[None]
-        rows = (starts[:, None] + self.prompt.labels).ravel()
-        found = self.head.project(hidden_states[_on(rows, hidden_states)])
-        return found.view(len(starts), len(self.prompt.labels), -1)
-
-    def _pool(
-        self, hidden_states: torch.Tensor, tokens: np.ndarray, lengths: np.ndarray
-    ) -> torch.Tensor:
-        """The rows of words.  tokens: of all words.  lengths: tokens of each word."""
-        mode, ends = self.head.spec.pooling, np.cumsum(lengths)
-        if mode in ("cls", "lasttoken"):
-            places = ends - lengths if mode == "cls" else ends - 1
-            return self.head.project(hidden_states[_on(tokens[places], hidden_states)])
-        bounds = np.concatenate([[0], ends]).astype(np.int32)
-        rows = self.head.project(hidden_states[_on(tokens, hidden_states)])
-        return pool(rows, _on(bounds, hidden_states), mode=mode)
+        return read_labels(self.head, self.prompt, hidden_states, starts)
 
     def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
         return are_finite(outputs[1], np.array(self._num_rows(step.requests), dtype=np.int64))
 
     def _num_rows(self, requests: Requests) -> list[int]:
         """Rows of scores of each text; a text without tokens has none."""
-        rows, texts = self.head.scorer.rows_of, _alignments(requests)
+        rows, texts = self.head.scorer.rows_of, alignments_of(requests)
         sizes = requests.seqlens.tolist()
         return [rows(len(one.words)) if n else 0 for one, n in zip(texts, sizes, strict=True)]
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[ExtractedSpan]]:
         ends = np.cumsum(self._num_rows(step.requests))[:-1]
-        texts = zip(_alignments(step.requests), np.split(outputs[0], ends), strict=True)
+        texts = zip(alignments_of(step.requests), np.split(outputs[0], ends), strict=True)
         return [self._spans(alignment, scores) for alignment, scores in texts]
 
     def _spans(self, alignment: WordAlignment, scores: np.ndarray) -> list[ExtractedSpan]:
@@ -182,26 +175,27 @@ class ExtractTask:
             found = _spans_of_rows(scores, num_words, scorer.max_width, threshold)
         else:
             found = _spans_of_words(scores.reshape(num_words, 3, -1), threshold)
-        chosen = _choose(found, num_words, self.options)
-        text, words = cast(str, alignment.text), alignment.words.tolist()
-        spans = []
-        for first, last, label, score in chosen:
-            start, end = words[first][0], words[last][1]
-            spans.append(ExtractedSpan(start, end, text[start:end], self.labels[label], score))
-        return spans
+        return chosen_spans(found, alignment, self.labels, self.options)
 
 
 # (first word, last word, label, score)
 _Found = tuple[int, int, int, float]
 
 
-def _alignments(requests: Requests) -> Sequence[WordAlignment]:
-    assert requests.alignments is not None  # WordReader gives them
-    return cast("Sequence[WordAlignment]", requests.alignments)
-
-
-def _on(rows: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(rows).to(like.device)
+def chosen_spans(
+    found: Iterable[_Found],
+    alignment: WordAlignment,
+    labels: Sequence[str],
+    options: ExtractOptions,
+) -> list[ExtractedSpan]:
+    """The best spans that go together, in the order of the text."""
+    text, words = cast(str, alignment.text), alignment.words.tolist()
+    spans = []
+    for first, last, label, score in _choose(found, len(words), options):
+        start, end = words[first][0], words[last][1]
+        if start < end:  # else it is the end of a sentence that the text has not
+            spans.append(ExtractedSpan(start, end, text[start:end], labels[label], score))
+    return spans
 
 
 def _spans_of_rows(

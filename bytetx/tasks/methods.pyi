@@ -17,6 +17,7 @@ from bytetx.tasks.results import (
     Embeddings,
     Entity,
     ExtractedSpan,
+    Extraction,
     Fill,
     Generation,
     Hit,
@@ -515,6 +516,58 @@ class ModelTasks:
         show_progress: bool = False,
     ) -> Stream[list[Fill] | InputError]: ...
     @overload
+    def fill_schema(
+        self,
+        texts: Iterable[str],
+        schema: Mapping[str, Any],
+        *,
+        threshold: float = 0.5,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise"] = ...,
+        truncate: bool = False,
+        stream: Literal[False] = ...,
+        show_progress: bool = False,
+    ) -> Results[Extraction]: ...
+    @overload
+    def fill_schema(
+        self,
+        texts: Iterable[str],
+        schema: Mapping[str, Any],
+        *,
+        threshold: float = 0.5,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["return"],
+        truncate: bool = False,
+        stream: Literal[False] = ...,
+        show_progress: bool = False,
+    ) -> Results[Extraction | InputError]: ...
+    @overload
+    def fill_schema(
+        self,
+        texts: Iterable[str],
+        schema: Mapping[str, Any],
+        *,
+        threshold: float = 0.5,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise"] = ...,
+        truncate: bool = False,
+        stream: Literal[True],
+        show_progress: bool = False,
+    ) -> Stream[Extraction]: ...
+    @overload
+    def fill_schema(
+        self,
+        texts: Iterable[str],
+        schema: Mapping[str, Any],
+        *,
+        threshold: float = 0.5,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["return"],
+        truncate: bool = False,
+        stream: Literal[True],
+        show_progress: bool = False,
+    ) -> Stream[Extraction | InputError]: ...
+    @overload
     def generate(
         self,
         prompts: Iterable[str | Sequence[int] | ndarray | Sequence[Mapping[str, Any]] | ChatPrompt],
@@ -1001,6 +1054,32 @@ class AsyncModelTasks:
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Results[list[Fill] | InputError]: ...
+    @overload
+    async def fill_schema(
+        self,
+        texts: Iterable[str],
+        schema: Mapping[str, Any],
+        *,
+        threshold: float = 0.5,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["raise"] = ...,
+        truncate: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[Extraction]: ...
+    @overload
+    async def fill_schema(
+        self,
+        texts: Iterable[str],
+        schema: Mapping[str, Any],
+        *,
+        threshold: float = 0.5,
+        adapter: str | Sequence[str | None] | None = None,
+        on_error: Literal["return"],
+        truncate: bool = False,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[Extraction | InputError]: ...
     def generate(
         self,
         prompt: str | Sequence[int] | ndarray | Sequence[Mapping[str, Any]] | ChatPrompt,

@@ -68,6 +68,45 @@ class ExtractedSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class FieldValue:
+    """A value of a structure's field, or an end of a relation.
+
+    start, end: characters of the text; None of a choice.  score: from 0 to 1.
+    """
+
+    text: str
+    score: float
+    start: int | None = None
+    end: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """Two spans of a text that a relation holds between."""
+
+    head: FieldValue
+    tail: FieldValue
+
+
+Structure = dict[str, FieldValue | list[FieldValue] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction:
+    """What a schema found in a text; each table has all names of the schema, in its order.
+
+    entities: in the order of the text.  classifications: the best label, or several, the best one
+    first, where the schema says multi_label.  structures: instances; a field has a list of values
+    in the order of the text, or one value or None where the schema says dtype "str".
+    """
+
+    entities: list[ExtractedSpan]
+    classifications: dict[str, list[Label]]
+    structures: dict[str, list[Structure]]
+    relations: dict[str, list[Relation]]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A span of a context that answers a question; no text where the context has no answer.
 

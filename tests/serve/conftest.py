@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_causal, save_checkpoint, save_sentence_model
-from extractors import save_extractor
+from extractors import save_extractor, save_schema_model
 from serving import InProcess, Server, start_server
 
 from bytetx.serve.loading import load_models
@@ -32,6 +32,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "tagger": save_checkpoint(root / "tagger", head="ForTokenClassification"),
         "sparse": save_checkpoint(root / "sparse", head="ForMaskedLM"),
         "extractor": save_extractor(root / "extractor"),
+        "schemas": save_schema_model(root / "schemas"),
         "writer": save_causal(root / "writer", "gpt2"),
     }
     (paths["writer"] / "chat_template.jinja").write_text(CHAT_TEMPLATE)

@@ -63,6 +63,12 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
         {"texts": ["a"], "labels": [text], "model": "extractor"},
         {"texts": ["a"] * 32, "labels": ["x"] * 1024, "model": "extractor"},
     ],
+    "/fill_schema": lambda text: [
+        {"texts": [text], "schema": {"entities": ["a"]}, "model": "schemas"},
+        {"texts": _split(text), "schema": {"entities": ["a"]}, "model": "schemas"},
+        {"texts": ["a"], "schema": {"entities": [text]}, "model": "schemas"},
+        {"texts": ["a"] * 32, "schema": {"entities": _split(text)}, "model": "schemas"},
+    ],
     "/rerank": _pairs("texts", model="reranker"),
     "/similarity": lambda text: [
         {"inputs": {"source_sentence": text, "sentences": ["a"] * 31}},

@@ -29,6 +29,31 @@ def test_spans_are_those_of_the_model(in_process: InProcess, checkpoints: dict[s
     assert described.status_code == 200
 
 
+@pytest.mark.feature("Server", "`/fill_schema`: what a schema asks for, from each text")
+def test_schemas_are_filled_as_by_the_model(
+    in_process: InProcess, checkpoints: dict[str, Path]
+) -> None:
+    schema = {
+        "entities": ["x", "y"],
+        "structures": {"s": {"fields": [{"name": "f", "choices": ["a", "b"], "dtype": "str"}]}},
+        "classifications": [{"task": "c", "labels": ["a", "b"]}],
+    }
+    body = {"texts": ["Angela met Zaphod", ""], "schema": schema, "threshold": 0.2}
+    body |= {"model": "schemas"}
+    answer = in_process.post("/fill_schema", body)
+    assert answer.status_code == 200, answer.text
+    model = bytetx.load(checkpoints["schemas"])
+    wanted = model.fill_schema(body["texts"], schema, threshold=0.2)
+    for row, one in zip(answer.json(), wanted, strict=True):
+        assert [own["text"] for own in row["entities"]] == [own.text for own in one.entities]
+        assert {*row["classifications"]} == {"c"} and {*row["structures"]} == {"s"}
+    assert in_process.post("/", body).json() == answer.json()
+    bad = in_process.post("/fill_schema", body | {"schema": {"entities": 5}})
+    assert bad.status_code in (400, 422) and "entities must be a list" in bad.text
+    other = in_process.post("/fill_schema", body | {"model": "extractor"})
+    assert other.status_code in (400, 422, 424), other.text
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [

@@ -18,6 +18,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/predict": {"inputs": "a fox", "model": "classifier"},
     "/predict_tokens": {"inputs": "a fox", "model": "tagger"},
     "/extract": {"texts": ["a fox"], "labels": ["x"], "model": "extractor"},
+    "/fill_schema": {"texts": ["a"], "schema": {"entities": ["x"]}, "model": "schemas"},
     "/rerank": {"query": "a", "texts": ["b", "c"], "model": "reranker"},
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": {}},
     "/tokenize": {"inputs": "a fox"},
@@ -227,7 +228,7 @@ def test_the_page_of_the_api_follows(in_process: InProcess) -> None:
         schema = schemas[kind.__name__]
         assert schema["additionalProperties"] is not kind.refuses_unknown, path
         for name, field in kind.model_fields.items():
-            shown = schema["properties"][name]
+            shown = schema["properties"][field.alias or name]
             takes_null = {"type": "null"} in shown.get("anyOf", ())
             assert takes_null is not field.is_required(), (path, name)
     assert {"/embeddings", "/invocations", "/vertex"} <= document["paths"].keys()

@@ -232,7 +232,7 @@ def test_other_kinds_are_refused_by_name(
         ({"labels_encoder_config": {"model_type": "nothing"}}, "nothing"),
         ({"labels_encoder_config": {"auto_map": {"AutoModel": "a.B"}}}, "code"),
         ({"labels_encoder_config": []}, "labels_encoder_config"),
-        ({"hidden_size": 48}, "out_project"),
+        ({"hidden_size": 48}, "has shape"),
         ("labels_tokenizer", "labels_tokenizer is not there"),
         ("labels_tokenizer/tokenizer.json", "no tokenizer.json"),
     ],

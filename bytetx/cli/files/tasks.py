@@ -16,7 +16,7 @@ from bytetx.cli.files.job import JobStream
 from bytetx.cli.files.parquet import ColumnType
 from bytetx.cli.files.records import RankRequest
 from bytetx.encode.request import RunStats
-from bytetx.errors import InputError, OptionError
+from bytetx.errors import InputError, OptionError, shown
 from bytetx.sampling_params import SamplingParams
 
 Run = Callable[[Iterator[Any]], JobStream]
@@ -178,6 +178,38 @@ def score_task(options: dict[str, Any]) -> JobTask:
         "perplexity": "float64",
     }
     return JobTask("score", options, columns, open_task)
+
+
+def read_schema_file(path: Path) -> dict[str, Any]:
+    """The table in a JSON file. Raises InputError where it holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"--schema {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise InputError(f"--schema {path} must hold a JSON object, got {shown(found)}")
+    return found
+
+
+def fill_schema_task(options: dict[str, Any]) -> JobTask:
+    """What a schema asks for: {"index", "entities", "classifications", "structures", "relations"};
+    in parquet, each is JSON.  options: keyword arguments of Model.fill_schema."""
+    columns: dict[str, ColumnType] = dict.fromkeys(
+        ("entities", "classifications", "structures", "relations"), "string"
+    )
+
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        model.fill_schema([], **options)  # checks the model and the options early
+
+        def to_json(answer: Any) -> str:
+            record = asdict(answer)
+            if suffix == ".parquet":
+                record = {name: _json(own) for name, own in record.items()}
+            return _json(record)
+
+        return _streaming(model.fill_schema, options), _line_encoder(to_json, suffix)
+
+    return JobTask("fill-schema", options, columns, open_task)
 
 
 def decide_task(options: dict[str, Any]) -> JobTask:

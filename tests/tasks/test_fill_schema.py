@@ -1,0 +1,253 @@
+"""fill_schema and extract of GLiNER2's models, against the gliner2 package where it is there."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_runs import Bytetx, bytetx
+from extractors import save_extractor, save_schema_model
+from safetensors.torch import load_file, save_file
+
+import bytetx as package
+from bytetx.errors import CheckpointError, InputError, OptionError, TooLongError
+
+__all__ = ["bytetx"]  # a fixture
+
+LONG = "Angela Merkel met Zaphod in Berlin " * 10 + "."
+TEXTS = [
+    "Angela Merkel met Zaphod in Berlin.",
+    ".",
+    "A red fox. It's big! See https://a.b/c?d or mail me@x.org, @me (İstanbul wörds नमस्ते).",
+    LONG,
+]
+SCHEMA: dict[str, Any] = {
+    "entities": {
+        "person": "a human being",
+        "place": {"dtype": "str", "threshold": 0.4},
+        "due date": {"description": "a date"},
+    },
+    "structures": {
+        "thing": {
+            "fields": [
+                {"name": "colour", "choices": ["red", "dark blue"], "dtype": "str"},
+                {"name": "sizes", "description": "how big", "threshold": 0.6},
+                {"name": "kinds", "choices": ["animal", "red"], "threshold": 0.1},
+                {"name": "owner", "dtype": "str"},
+            ]
+        },
+        "trip": {"fields": [{"name": "to"}]},
+    },
+    "relations": ["met", "lives in"],
+    "classifications": [
+        {"task": "mood", "labels": ["good", "bad"]},
+        {
+            "task": "topics",
+            "labels": {"art": "of pictures", "war": "of fights", "sea": "of ships"},
+            "multi_label": True,
+            "cls_threshold": 0.3,
+            "top_k": 2,
+            "prompt": "what it is about",
+            "examples": [["a ship sank", "sea"]],
+        },
+        {"task": "one", "labels": ["x", "y"], "class_act": "sigmoid"},
+    ],
+}
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("deberta-v2", {}),
+    ("bert", {"counting_layer": "count_lstm_v2", "token_pooling": "mean"}),
+    ("deberta-v2", {"counting_layer": "count_lstm_moe", "token_pooling": "max", "max_width": 3}),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_schema_model(tmp_path_factory.mktemp("gliner2") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> package.Model:
+    return package.load(folder)
+
+
+def _assert_close(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs), (ours, theirs)
+    if isinstance(ours, dict):
+        assert list(ours) == list(theirs)
+        for key in ours:
+            _assert_close(ours[key], theirs[key])
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), (ours, theirs)
+        for pair in zip(ours, theirs, strict=True):
+            _assert_close(*pair)
+    elif isinstance(ours, float):
+        assert abs(ours - theirs) < 1e-4
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.feature("Tasks", "`fill_schema`: entities, classes, structures, relations (GLiNER2)")
+@pytest.mark.parametrize(("family", "config"), KINDS, ids=str)
+def test_results_are_those_of_gliner2(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+    oracle = pytest.importorskip("gliner2_models", reason="needs the gliner2 package")
+    theirs = oracle.save_gliner2(tmp_path, family, **config)
+    ours = package.load(tmp_path)
+    for schema in (SCHEMA, *({key: own} for key, own in SCHEMA.items())):
+        for threshold in (0.3, 0.55):
+            found = ours.fill_schema(TEXTS, schema, threshold=threshold)
+            wanted = oracle.package_results(theirs, TEXTS, schema, threshold=threshold)
+            for one, own in zip(found, wanted, strict=True):
+                _assert_close(oracle.as_plain(one), own)
+
+
+def test_an_end_of_a_sentence_that_a_text_lacks_is_no_span(tmp_path: Path) -> None:
+    oracle = pytest.importorskip("gliner2_models", reason="needs the gliner2 package")
+    theirs = oracle.save_gliner2(tmp_path)
+    ours = package.load(tmp_path)
+    schema = {"entities": ["person", "place"]}
+    texts = ["", "a red fox", "see https://a.b/c"]
+    for text, one in zip(texts, ours.fill_schema(texts, schema, threshold=0), strict=True):
+        [own] = oracle.package_results(theirs, [text], schema, threshold=0)
+        wanted = {(start, min(end, len(text))) for start, end, *_ in own["entities"]}
+        found = {(span.start, span.end) for span in one.entities}
+        assert found == {span for span in wanted if span[0] < len(text)}
+        assert all(text[span.start : span.end] == span.text for span in one.entities)
+
+
+@pytest.mark.feature("Tasks", "`extract`: spans with any labels by GLiNER2")
+def test_labels_alone_are_entities(model: package.Model) -> None:
+    texts = ["Angela met Zaphod", "", "a fox"]
+    spans = model.extract(texts, {"x": "a thing"}, threshold=0)
+    filled = model.fill_schema(texts, {"entities": {"x": "a thing"}}, threshold=0)
+    assert list(spans) == [one.entities for one in filled] and any(spans)
+    assert list(model.extract(["a fox", ""], [])) == [[], []]
+    flat = model.extract(["a fox met a dog"], ["x", "y"], threshold=0)[0]
+    assert all(one.end <= other.start for one, other in zip(flat, flat[1:], strict=False))
+
+
+def test_batch_mates_change_nothing(model: package.Model) -> None:
+    texts = TEXTS + ["a fox", "New York is big. San Francisco isn't far"]
+    for one, text in zip(model.fill_schema(texts, SCHEMA), texts, strict=True):
+        [alone] = model.fill_schema([text], SCHEMA)
+        _assert_close(asdict(one), asdict(alone))
+
+
+def test_many_names_and_no_structure_counted(folder: Path, tmp_path: Path) -> None:
+    many = [f"label {number}" for number in range(300)]
+    [one] = package.load(folder).fill_schema(["a fox"], {"entities": many}, threshold=0)
+    assert {span.label for span in one.entities} == {*many}
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["count_pred.2.bias"][:2] = torch.tensor([100.0, 0.0])
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    [none] = package.load(tmp_path).fill_schema(["a fox"], SCHEMA, threshold=0)
+    assert none.entities == [] and none.structures == {"thing": [], "trip": []}
+    assert none.relations == {"met": [], "lives in": []}
+    assert {*none.classifications} == {"mood", "topics", "one"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({}, "names nothing"),
+        (["x"], "must be a table"),
+        ({"entites": ["x"]}, "'entites' is not known"),
+        ({"entities": "x"}, "entities must be a list"),
+        ({"entities": ["x", "x"]}, "twice"),
+        ({"entities": [""]}, "must not be empty"),
+        ({"entities": {"x": {"dtype": "int"}}}, "dtype must be"),
+        ({"entities": {"x": {"threshold": 3}}}, "number from 0 to 1"),
+        ({"entities": {"x": {"choices": ["a"]}}}, "'choices' is not known"),
+        ({"structures": {"a": {}}}, "fields must be"),
+        ({"structures": {"a": {"fields": [{}]}}}, r"fields\[0\].name"),
+        ({"structures": {"a": {"fields": [{"name": "b", "choices": []}]}}}, "choices must be"),
+        ({"structures": {"a": {"mode": "natural"}}}, "'mode' is not known"),
+        ({"relations": {"a": 5}}, "must be a table"),
+        ({"classifications": {"a": ["b", "c"]}}, "must be a list of tables"),
+        ({"classifications": [{"task": "a", "labels": ["b"]}]}, "two or more"),
+        ({"classifications": [{"task": "a", "labels": ["b", "c"], "top_k": 0}]}, "top_k"),
+        ({"classifications": [{"task": "a", "labels": ["b", "c"], "class_act": "x"}]}, "class_act"),
+        ({"classifications": [{"labels": ["b", "c"]}]}, "task"),
+        (
+            {"classifications": [{"task": "a", "labels": ["b", "c"], "examples": [["x", "y"]]}]},
+            "examples",
+        ),
+    ],
+)
+def test_schemas_that_are_none(model: package.Model, schema: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        model.fill_schema(["a"], schema)
+
+
+def test_bad_calls(model: package.Model, tmp_path: Path) -> None:
+    schema = {"entities": ["x"]}
+    with pytest.raises(OptionError, match="threshold"):
+        model.fill_schema(["a"], schema, threshold=2)
+    with pytest.raises(InputError, match=r"texts\[0\] must be a str"):
+        model.fill_schema([("a", "b")], schema)
+    with pytest.raises(TooLongError, match="schema has"):
+        model.fill_schema(["a"], {"entities": ["word " * 2100]})
+    with pytest.raises(TooLongError, match="truncate=True"):
+        model.fill_schema(["word " * 2100], schema)
+    [cut] = model.fill_schema(["word " * 2100], schema, truncate=True, threshold=0)
+    assert cut.entities
+    first = package.load(save_extractor(tmp_path / "first"))
+    with pytest.raises(InputError, match="version 1"):
+        first.fill_schema(["a"], schema)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": "boundary"}, "architecture 'boundary'"),
+        ({"counting_layer": "none"}, "counting_layer must be"),
+        ({"counting_layer": "count_lstm_v2"}, "count_embed.transformer"),
+        ({"span_head": {"max_width": 0}}, "max_width must be"),
+        ({"span_head": {"span_mode": "x"}}, "span_mode must be"),
+        ({"span_head": []}, "span_head must be"),
+        ({"max_len": "a"}, "max_len must be"),
+        ("encoder_config", "encoder_config/config.json"),
+    ],
+)
+def test_damaged_checkpoints(folder: Path, tmp_path: Path, changes: Any, message: str) -> None:
+    for path in folder.iterdir():
+        if path.name not in (changes, "config.json"):
+            (tmp_path / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {} if isinstance(changes, str) else changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        package.load(tmp_path)
+
+
+def test_numbers_that_are_not_finite_are_the_texts_own_error(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["classifier.0.bias"] += 3e38
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(package.NotFiniteError):
+        package.load(tmp_path).fill_schema(["a fox jumps"], SCHEMA)
+
+
+@pytest.mark.feature("Command line", "`fill-schema`: what a schema file asks for, from each text")
+def test_the_command_writes_what_the_schema_asks_for(
+    bytetx: Bytetx, folder: Path, model: package.Model
+) -> None:
+    Path("t.jsonl").write_text('{"text": "Angela met Zaphod"}\n{"text": ""}\n')
+    Path("s.json").write_text(json.dumps(SCHEMA))
+    given = ("fill-schema", "t.jsonl", "-m", folder, "--schema", "s.json", "--threshold", "0.2")
+    ran = bytetx(*given)
+    assert ran.code == 0, ran.err
+    wanted = model.fill_schema(["Angela met Zaphod", ""], SCHEMA, threshold=0.2)
+    for row, one in zip(ran.rows, wanted, strict=True):
+        own = json.loads(json.dumps(asdict(one)))
+        _assert_close({key: row[key] for key in own}, own)
+    Path("s.json").write_text("[]")
+    ran = bytetx(*given)
+    assert ran.code != 0 and "JSON object" in ran.err
