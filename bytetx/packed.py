@@ -38,6 +38,8 @@ class Past:
         rotation depends on them (RotaryTables.of); None counts a sequence's keys as its prompt.
     allows_early_read: whether earlier steps wrote all keys before this step's tokens, so that they
         may be read while those of this step are being written.
+    state_slots: int32 [batch_size], where layers without attention remember each sequence; None of
+        models without such layers.
     """
 
     page_table: torch.Tensor
@@ -47,19 +49,17 @@ class Past:
     max_kv_seqlen: int
     prompt_seqlens: torch.Tensor | None = None
     allows_early_read: bool = False
+    state_slots: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Past":
         """This past with its tensors on `device`."""
-        prompts = self.prompt_seqlens
-        return replace(
-            self,
-            prompt_seqlens=None
-            if prompts is None
-            else prompts.to(device, non_blocking=non_blocking),
-            page_table=self.page_table.to(device, non_blocking=non_blocking),
-            kv_seqlens=self.kv_seqlens.to(device, non_blocking=non_blocking),
-            slot_mapping=self.slot_mapping.to(device, non_blocking=non_blocking),
-        )
+        names = ("page_table", "kv_seqlens", "slot_mapping", "prompt_seqlens", "state_slots")
+        moved = {
+            name: tensor.to(device, non_blocking=non_blocking)
+            for name in names
+            if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from bytetx.ops.low_rank import tiles_on
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.triton_kernels import (
     attention,
+    convolution,
     disentangled,
     gemm,
     grouped,
@@ -39,7 +40,8 @@ from bytetx.ops.triton_kernels import (
 )
 
 MODULES = (
-    *(attention, disentangled, gemm, grouped, kv_codes, late_interaction, low_rank, norms),
+    *(attention, convolution, disentangled, gemm, grouped, kv_codes, late_interaction),
+    *(low_rank, norms),
     *(padding, paged, rows, sampling, sequences),
 )
 POINTERS = {
@@ -151,6 +153,16 @@ def launch_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, mean_tokens:
         )
 
 
+def launch_mixers(x: Tensor, ends: Tensor) -> None:
+    """The kernels of layers without attention, on rows of four sequences."""
+    channels = x.shape[1] // 3
+    taps, state = x.new_empty(channels, 3), x.new_empty(9, 2, channels)
+    for past in ((), (state, ends[:4], ends[:4])):
+        triton_kernels.short_conv(
+            x, taps, taps[:, 0], ends, is_gated=bool(past), has_silu=not past, past=past
+        )
+
+
 def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     """One call or more of each host function, at sizes of real models."""
     heads, width, total = 768 // head_dim, 768, 4 * mean_tokens
@@ -208,6 +220,7 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     triton_kernels.maxsim_of_one(
         q[:32, 0].contiguous(), k[:, 0].contiguous(), ends, empty_score=0.0
     )
+    launch_mixers(x, ends)
     floats, longs = torch.empty(total), torch.empty(total, dtype=torch.int64)
     limits = {"top_k": longs, "top_p": floats, "min_p": floats}
     triton_kernels.sample(x, floats, **limits, numbers=floats.double())

@@ -10,6 +10,7 @@ from tiny import VOCAB_SIZE, Loaded, randomize
 from torch import nn
 
 from bytetx.nn.kv_cache import allocate_cache
+from bytetx.nn.mixers import allocate_states
 from bytetx.packed import split
 
 # Sizes by the names most families have; the window lies between the lengths that tests use.
@@ -104,6 +105,11 @@ _GEMMA3 = _GEMMA | {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     },
+}
+_LFM2 = {key: value for key, value in _LLAMA.items() if key != "rms_norm_eps"} | {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_multiple_of": 24,
+    "tie_word_embeddings": False,
 }
 _BLOOM = {"hidden_size": 48, "n_layer": 3, "n_head": 4}
 _RW = {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}  # Falcon RW
@@ -201,6 +207,11 @@ DECODERS = {
         "Gemma3Text",
         _GEMMA3 | {"final_logit_softcapping": 4.0, "attention_bias": True},
     ),
+    "lfm2": ("Lfm2", _LFM2),
+    "lfm2-biases": (
+        "Lfm2",
+        _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+    ),
     "smollm3-layers": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layers": [0, 1, 1]}),
 }
 
@@ -249,7 +260,7 @@ class CachedRun:
         pages_each = -(-spec.max_positions // size)
         if self.cache is None:
             self.cache = allocate_cache(
-                num_layers=spec.num_layers,
+                num_layers=spec.num_attention_layers,
                 num_pages=pages_each * len(ids),
                 page_size=size,
                 num_kv_heads=spec.num_kv_heads,
@@ -259,6 +270,12 @@ class CachedRun:
             for layer in self.cache.layers:
                 layer.k_cache.fill_(torch.nan)
                 layer.v_cache.fill_(torch.nan)
+            # Sequences have their slots in another order, and one slot is nobody's.
+            dtype = self.loaded.transformer.embeddings.word.dtype
+            states = allocate_states(spec, len(ids) + 1, dtype=dtype, device=torch.device("cpu"))
+            for state in states:
+                state.conv.fill_(torch.nan)
+            self.cache = replace(self.cache, states=states)
         # Sequences take their pages in turn, last page first: no two neighbours in memory.
         pages = [[len(ids) * p + i for p in reversed(range(pages_each))] for i in range(len(ids))]
         pieces = [own[d : d + n] for own, d, n in zip(ids, self.done, counts, strict=True)]
@@ -266,6 +283,8 @@ class CachedRun:
         self.done = [d + len(piece) for d, piece in zip(self.done, pieces, strict=True)]
         seqlens = np.array([len(piece) for piece in pieces], dtype=np.int32)
         past = pack_past(pages, np.array(self.done, np.int32), seqlens, page_size=size)
+        slots = torch.arange(len(ids) - 1, -1, -1, dtype=torch.int32)
+        past = replace(past, state_slots=slots if self.cache.states else None)
         batch = self.loaded.pack(pieces)
         moved = batch.position_ids + torch.from_numpy(np.repeat(starts, seqlens))
         batch = replace(batch, position_ids=moved, past=past)

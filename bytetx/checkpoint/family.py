@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bytetx.checkpoint.family_hooks import HOOKS
+from bytetx.checkpoint.mixer_spec import LAYER_TYPES
 from bytetx.checkpoint.norm_kinds import NORM_KINDS, NormKind
 from bytetx.errors import CheckpointError
 
@@ -61,6 +62,8 @@ _SECTIONS = {
             "normalizes_experts",
             "sparse_period",
             "classifier_activation",
+            "conv_size",
+            "mixer_bias",
         },
     ),
     "architecture": (
@@ -81,6 +84,7 @@ _SECTIONS = {
             "norm_scale",
             "scales_words",
             "scaled_layers",
+            "mixer",
         },
     ),
     "embeddings": (
@@ -102,6 +106,7 @@ _SECTIONS = {
         | {"experts_gate_up", "experts_down", "experts_gate_up_bias", "experts_down_bias"}
         | {"router_bias"},
     ),
+    "mixer_layer": ({"mixer_in", "conv", "mixer_out"}, set()),
     "final": ({"norm"}, {"project_out"}),
     "heads": (
         set(),
@@ -112,6 +117,7 @@ _SECTIONS = {
 }
 # Sections that a family may leave out.
 _OPTIONAL_SECTIONS = {"heads", "final", "fixed", "aliases", "ungated_layer", "sparse_layer"}
+_OPTIONAL_SECTIONS |= {"mixer_layer"}
 # Keys outside of the sections that a family may leave out.
 _OPTIONAL_KEYS = {"hook", "marker", "own_code", "keyed_code", "bidirectional"}
 _OPTIONAL_KEYS |= {"unsupported", "modules", "nested", "task_adapters", "task_prompts"}
@@ -150,6 +156,8 @@ _CLOSED_VALUES = {
     # The layers that a rope_scaling without layer types is for.
     "scaled_layers": ("all", "global"),
     "half_dtype": ("saved", "bfloat16"),
+    # What the layers of [mixer_layer] have in place of attention.
+    "mixer": tuple(LAYER_TYPES),
 }
 # Keys of config.json without which something else is taken, or nothing.
 _NULLABLE = {
@@ -170,6 +178,8 @@ _PAIRS = (
     (("config", "relative_bias_rows"), ("config", "relative_bias_max_distance")),
     (("config", "gated_activation"), ("ungated_layer", "ffn_in")),
     (("config", "num_experts"), ("sparse_layer", "router")),
+    (("config", "conv_size"), ("mixer_layer", "conv")),
+    (("architecture", "mixer"), ("mixer_layer", "conv")),
     (("config", "num_experts"), ("config", "experts_per_token")),
     (("sparse_layer", "expert_in"), ("sparse_layer", "expert_out")),
     (("sparse_layer", "experts_in"), ("sparse_layer", "experts_out")),
@@ -259,7 +269,7 @@ def _check_keys(where: str, content: Any, required: set[str], optional: set[str]
 
 
 # Tables whose values are names: of tensors, of keys of config.json, of tasks.
-_NAMES = {"embeddings", "layer", "ungated_layer", "sparse_layer", "final"}
+_NAMES = {"embeddings", "layer", "ungated_layer", "sparse_layer", "mixer_layer", "final"}
 _NAMES |= {"aliases", "nested", "keyed_code", "task_adapters", "task_prompts"}
 
 
@@ -315,7 +325,7 @@ def _check_values(where: str, table: dict[str, Any]) -> None:
     if missing := (named | {"vocab_size", "pad_token_id"}) - table["defaults"].keys():
         raise CheckpointError(f"{where} [defaults] missing key {', '.join(sorted(missing))}")
     index = "{group}" if table.get("hook") == "albert" else "{i}"
-    for section in ("layer", "ungated_layer", "sparse_layer"):
+    for section in ("layer", "ungated_layer", "sparse_layer", "mixer_layer"):
         for key, stem in table.get(section, {}).items():
             if index not in stem:
                 raise CheckpointError(f"{where} [{section}] {key} is {stem!r}, must hold {index}")
@@ -450,9 +460,12 @@ def _norm_kind(table: dict[str, Any]) -> NormKind:
 
 def _check_choices(where: str, table: dict[str, Any]) -> None:
     """Checks that choices are there only where something reads them."""
-    config = table["config"]
+    config, architecture = table["config"], table["architecture"]
+    is_pre = architecture["norm_placement"] == "pre"
     needed = [
         ("architecture", "norm_offset", False, not _norm_kind(table).has_offset),
+        ("architecture", "mixer", False, not (is_pre and architecture.get("causal"))),
+        ("config", "mixer_bias", False, "mixer" not in architecture),
         ("architecture", "global_layer", False, "global_attention_period" not in config),
         ("architecture", "scaled_layers", False, "windowed_rotary_theta" not in config),
     ]

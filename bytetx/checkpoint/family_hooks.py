@@ -19,6 +19,7 @@ from bytetx.checkpoint.layer_spec import (
     ValueTableSpec,
     read_alibi,
 )
+from bytetx.checkpoint.mixer_spec import read_mixer
 from bytetx.checkpoint.model_spec import ModelSpec
 from bytetx.checkpoint.rope_spec import read_rotary, rotary_positions
 from bytetx.errors import CheckpointError
@@ -310,6 +311,29 @@ _MINISTRAL3_ROPE = {
 }
 
 
+def lfm2(values: Values, spec: ModelSpec) -> ModelSpec:
+    """The feed-forward's size is computed; older files list the layers that have attention."""
+    if values.flag("block_auto_adjust_ff_dim"):
+        size = 2 * spec.intermediate_size // 3
+        if values.read("block_ffn_dim_multiplier") is not None:
+            multiple = values.common_size("block_multiple_of")
+            size = int(values.positive("block_ffn_dim_multiplier") * size)
+            size = -(-size // multiple) * multiple
+        spec = replace(spec, intermediate_size=size)
+    if values.read("layer_types") is not None or values.read("full_attn_idxs") is None:
+        return spec
+    indices, num_layers = values.read("full_attn_idxs"), spec.num_layers
+    known = range(num_layers)
+    if not isinstance(indices, list) or any(type(i) is not int or i not in known for i in indices):
+        raise CheckpointError(
+            f"config.json: full_attn_idxs must list some of {num_layers} layers, got "
+            f"{str(indices)[:200]}"
+        )
+    kinds = ["full_attention" if i in indices else "conv" for i in range(num_layers)]
+    mixer = read_mixer(values, spec.family_table, num_layers=num_layers, layer_types=kinds)
+    return _layers(spec, mixer=mixer)
+
+
 def ministral3(values: Values, spec: ModelSpec) -> ModelSpec:
     """Queries are multiplied by a number that grows with their position."""
     spec, given = _with_rope(values, spec, _MINISTRAL3_ROPE)
@@ -521,6 +545,7 @@ _HOOKS: tuple[Hook, ...] = (
     gpt_neo,
     gpt_neox,
     granite,
+    lfm2,
     ministral3,
     modernbert,
     neomme,

@@ -5,6 +5,13 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from bytetx.checkpoint.config import Values
+from bytetx.checkpoint.mixer_spec import (
+    CONVOLUTIONS,
+    LAYER_TYPES,
+    MIXER_LINEARS,
+    MixerSpec,
+    read_mixer,
+)
 from bytetx.checkpoint.rope_spec import RotarySpec, read_rotary
 from bytetx.errors import CheckpointError
 
@@ -13,7 +20,7 @@ QKV_LINEARS = ("q", "k", "v", "qkv")
 ATTENTION_LINEARS = (*QKV_LINEARS, "attn_out")
 FFN_LINEARS = ("ffn_gate", "ffn_gate_up", "ffn_up_gate", "ffn_in", "ffn_out")
 RELATIVE_LINEARS = ("pos_k", "pos_q")
-LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS, *RELATIVE_LINEARS)
+LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS, *RELATIVE_LINEARS, *MIXER_LINEARS, *CONVOLUTIONS)
 # Of [sparse_layer]: stems with {e} for an expert; whole names of tensors of all experts.
 EXPERT_LINEARS = ("expert_gate", "expert_in", "expert_out")
 EXPERT_TENSORS = (
@@ -176,6 +183,7 @@ class LayerSpec:
     attended: None where attended values are projected as they are.
     value_table: None where no layer adds values of the vocabulary.
     has_sinks: whether the softmax of a row's scores has one more, a number of each head.
+    mixer: of the layers without attention; None where every layer has it.
     """
 
     causal: bool
@@ -211,6 +219,7 @@ class LayerSpec:
     attended: AttendedSpec | None = None
     value_table: ValueTableSpec | None = None
     has_sinks: bool = False
+    mixer: MixerSpec | None = None
 
     def chooses_only(self, known: Collection[str]) -> bool:
         """Whether every choice that may be left out is left out, but those of these names.
@@ -239,7 +248,11 @@ class LayerSpec:
     @property
     def can_divide_hidden(self) -> bool:
         """Whether ranks can have a part of the hidden features each (the axis x)."""
-        return self.disentangled is None and self.convolution is None
+        return self.disentangled is None and self.convolution is None and self.mixer is None
+
+    def mixer_of(self, layer: int) -> MixerSpec | None:
+        """What a layer has in place of attention; None where it has attention."""
+        return self.mixer if self.mixer is not None and self.mixer.pattern[layer] else None
 
     def window_of(self, layer: int) -> int:
         """The window of this layer, as of ops.attention.varlen_attention; 0: no limit."""
@@ -340,7 +353,7 @@ def read_layers(
         qk_norm=architecture.get("qk_norm", "head"),
         qkv=architecture.get("qkv", "separate"),
         weight_layout=architecture.get("weight_layout", "linear"),
-        biases=_biases(values, table["layer"]),
+        biases=_biases(values, {**table["layer"], **table.get("mixer_layer", {})}),
         window=_window(values, is_unmasked=causal and is_bidirectional(values, table)),
         window_pattern=pattern,
         first_windowed_layer=_first_windowed_layer(values),
@@ -350,6 +363,7 @@ def read_layers(
         norm_scale=architecture.get("norm_scale", True),
         alibi=read_alibi(values) if architecture["positions"] == "alibi" else None,
         has_sinks="sinks" in table["layer"],
+        mixer=read_mixer(values, table, num_layers=num_layers, layer_types=None),
     )
 
 
@@ -380,6 +394,7 @@ def _biases(values: Values, layer: Mapping[str, str]) -> frozenset[str]:
         "qkv_bias": QKV_LINEARS,
         "ffn_bias": FFN_LINEARS,
         "linear_bias": LINEARS,
+        "mixer_bias": (*MIXER_LINEARS, *CONVOLUTIONS),
     }
     for name, keys in parts.items():
         if name in values.names:
@@ -420,7 +435,9 @@ def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
     if given is None:
         return ()
     kinds = given if isinstance(given, list) else None
-    known = (_LOCAL, "full_attention")
+    known = [_LOCAL, "full_attention"]
+    if (mixer := values.architecture.get("mixer")) is not None:
+        known.append(LAYER_TYPES[mixer])
     if kinds is None or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise CheckpointError(
             f"config.json: {key} must name {num_layers} layers' attention, each one of "

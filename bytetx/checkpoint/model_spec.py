@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bytetx.checkpoint.layer_spec import (
+    ATTENTION_LINEARS,
     FFN_LINEARS,
     ExpertSpec,
     HeadSizes,
@@ -133,13 +134,18 @@ class ModelSpec:
     def layer_names(self, layer: int) -> dict[str, str]:
         """Stems of a layer's tensors by their key; layers of one group have the same ones.
 
-        A layer with experts has theirs in place of a feed-forward's, with {e} for an expert.
+        A layer with experts has theirs in place of a feed-forward's, with {e} for an expert, and
+        one with another mixer has its in place of attention's.
         """
         if not self.num_layer_groups:
             stems = dict(self.layer)
             if (experts := self.experts_of(layer)) is not None:
                 stems = {key: stem for key, stem in stems.items() if key not in FFN_LINEARS}
                 stems |= experts.layer
+            if (mixer := self.layer_spec.mixer_of(layer)) is not None:
+                attention = {*ATTENTION_LINEARS, "q_norm", "k_norm"}
+                stems = {key: stem for key, stem in stems.items() if key not in attention}
+                stems |= mixer.layer
             return {key: stem.replace("{i}", str(layer)) for key, stem in stems.items()}
         repeat, inner = divmod(layer, self.layers_per_group)
         repeats = self.num_layers // self.layers_per_group
@@ -149,6 +155,12 @@ class ModelSpec:
     def experts_of(self, layer: int) -> ExpertSpec | None:
         """The experts that a layer's feed-forward mixes; None where it is dense."""
         return self.experts if self.experts is not None and self.experts.pattern[layer] else None
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention, which have keys and values."""
+        mixer = self.layer_spec.mixer
+        return self.num_layers - (0 if mixer is None else sum(mixer.pattern))
 
     @property
     def extra_layer(self) -> str | None:
@@ -215,6 +227,9 @@ class ModelSpec:
         sizes = [self.head_sizes(window) for window in (0, 1)]
         qkv = max((self.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in sizes)
         attended = self.num_heads * max(own.head_dim for own in sizes)
+        if (mixer := self.layer_spec.mixer) is not None:
+            qkv = max(qkv, mixer.in_features(hidden))
+            attended = max(attended, mixer.mixed_features(hidden))
         match self.layer_spec.norm_placement:
             case "post":
                 before, half, behind = hidden, 0, 2 * hidden

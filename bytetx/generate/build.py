@@ -1,7 +1,7 @@
 """Builds a generation engine for a checkpoint: its sizes, its cache and its parts."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TypeVar
 
@@ -9,7 +9,7 @@ import torch
 
 from bytetx.arguments import check_draft_size, check_num_seqs, check_positive
 from bytetx.checkpoint.byte_level import special_tokens, token_bytes, token_pieces
-from bytetx.errors import DeviceMemoryError
+from bytetx.errors import DeviceMemoryError, OptionError
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.model_runner import ModelRunner
 from bytetx.generate.output_processor import (
@@ -25,6 +25,7 @@ from bytetx.nn.heads import LmHead
 from bytetx.nn.held_memory import parts_of, weights_bytes
 from bytetx.nn.kv_cache import KvCache, allocate_cache, page_bytes
 from bytetx.nn.loading import LoadedCheckpoint
+from bytetx.nn.mixers import allocate_states, state_bytes
 from bytetx.ops.linear import LinearWeight, primitives_bytes
 from bytetx.ops.native import tile_rows
 from bytetx.runtime.faults import is_out_of_memory
@@ -50,7 +51,8 @@ class GenerationSizes:
     """The sizes of an engine and the memory that they need.
 
     max_num_seqs: sequences that run at a time.  token_budget: tokens per step.  num_pages: pages of
-    the cache, of page_size tokens each.  cache_bytes: of all pages.  weights_bytes: of the model.
+    the cache, of page_size tokens each.  cache_bytes: of all pages, and of what
+    layers without attention remember.  weights_bytes: of the model.
     workspace_bytes: the most that a step needs while it runs; on a GPU with the memory of graphs.
     primitives_bytes: the most that oneDNN keeps on a CPU, after steps of many sizes.
     num_speculative_tokens: the most tokens of a draft.  max_samples: tokens that a step samples.
@@ -105,7 +107,7 @@ def generation_sizes(
     of the memory (on a GPU, of the free memory).  max_num_seqs: at most token_budget.
     num_speculative_tokens: the most tokens of a draft; 0: there are none.
     Raises InputError where one is not a positive integer, or num_speculative_tokens out of range;
-    OptionError where a batch-invariant model cannot generate so.
+    OptionError where a batch-invariant model cannot generate so, or a model cannot take drafts.
     """
     spec, device = checkpoint.spec, checkpoint.device
     if checkpoint.batch_invariant:
@@ -115,12 +117,19 @@ def generation_sizes(
         max_num_seqs = min(_CUDA_SEQS if is_cuda else _CPU_SEQS, token_budget)
     check_num_seqs(max_num_seqs, token_budget)
     check_draft_size(num_speculative_tokens)
+    if num_speculative_tokens and spec.layer_spec.mixer is not None:
+        raise OptionError(
+            f"num_speculative_tokens must be 0 for {spec.family}: its layers without attention "
+            "cannot undo a rejected guess"
+        )
     max_samples = max_num_seqs
     if num_speculative_tokens:
         most = max_num_seqs * (1 + num_speculative_tokens)
         max_samples = max(max_num_seqs, min(most, _draft_step(device), token_budget))
+    # A slot more than sequences, for padding rows.
+    states_bytes = (max_num_seqs + 1) * state_bytes(spec, checkpoint.dtype)
     bytes_each = page_bytes(
-        num_layers=spec.num_layers,
+        num_layers=spec.num_attention_layers,
         page_size=PAGE_SIZE,
         num_kv_heads=checkpoint.transformer.blocks.num_kv_heads,
         head_dim=spec.head_dim,
@@ -129,7 +138,7 @@ def generation_sizes(
     )
     if kv_cache_tokens is None:
         wanted = max_num_seqs * min(spec.max_positions, _TYPICAL_TOKENS)
-        fitting = _cache_limit_bytes(device) // bytes_each * PAGE_SIZE
+        fitting = (_cache_limit_bytes(device) - states_bytes) // bytes_each * PAGE_SIZE
         kv_cache_tokens = max(min(wanted, fitting), 1)
     check_positive("kv_cache_tokens", kv_cache_tokens)
     num_pages = -(-kv_cache_tokens // PAGE_SIZE)
@@ -138,7 +147,7 @@ def generation_sizes(
         token_budget=token_budget,
         page_size=PAGE_SIZE,
         num_pages=num_pages,
-        cache_bytes=num_pages * bytes_each,
+        cache_bytes=num_pages * bytes_each + states_bytes,
         weights_bytes=weights_bytes([checkpoint.transformer, checkpoint.heads]),
         workspace_bytes=_workspace_bytes(checkpoint, token_budget, max_samples),
         primitives_bytes=_primitives_bytes(checkpoint, token_budget),
@@ -166,7 +175,8 @@ def build_engine(
         token_budget=sizes.token_budget,
         max_num_seqs=sizes.max_num_seqs,
         max_positions=checkpoint.spec.max_positions,
-        caches_prefixes=checkpoint.executor.shares_pages,
+        # A prefix that is found would have to leave the states behind it, too.
+        caches_prefixes=checkpoint.executor.shares_pages and not cache.states,
         max_shared_prompt=checkpoint.spec.max_plain_prompt,
         num_speculative_tokens=sizes.num_speculative_tokens,
         max_draft_step=_draft_step(checkpoint.device),
@@ -232,8 +242,8 @@ def _allocate(sizes: GenerationSizes, checkpoint: LoadedCheckpoint) -> KvCache:
     """The cache; DeviceMemoryError where it does not fit the device."""
     spec = checkpoint.spec
     try:
-        return allocate_cache(
-            num_layers=spec.num_layers,
+        cache = allocate_cache(
+            num_layers=spec.num_attention_layers,
             num_pages=sizes.num_pages,
             page_size=sizes.page_size,
             num_kv_heads=checkpoint.transformer.blocks.num_kv_heads,
@@ -242,6 +252,10 @@ def _allocate(sizes: GenerationSizes, checkpoint: LoadedCheckpoint) -> KvCache:
             has_codes=has_coded_cache(checkpoint),
             device=checkpoint.device,
         )
+        states = allocate_states(
+            spec, sizes.max_num_seqs + 1, dtype=checkpoint.dtype, device=checkpoint.device
+        )
+        return replace(cache, states=states)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -101,7 +101,7 @@ class CudaSteps:
         return self._graphs is not None and self._graphs.clear()
 
     def _run(self, input_batch: InputBatch, *, is_greedy: bool) -> Tensor:
-        layout = _layout_of(input_batch)
+        layout = _layout_of(input_batch, has_states=bool(self._cache.states))
         pinned = self._ring.take(layout.num_ints)
         layout.write(
             pinned.array[: layout.num_ints],
@@ -196,14 +196,14 @@ class CudaSteps:
             graphs.finish()
 
 
-def _layout_of(input_batch: InputBatch) -> PagedLayout:
+def _layout_of(input_batch: InputBatch, *, has_states: bool) -> PagedLayout:
     num_sequences, num_pages = input_batch.page_table.shape
-    has_adapters = input_batch.adapters is not None
+    kinds = {"has_adapters": input_batch.adapters is not None, "has_states": has_states}
     if input_batch.is_decode:
-        return decode_layout(num_sequences, num_pages, has_adapters=has_adapters)
+        return decode_layout(num_sequences, num_pages, **kinds)
     num_samples = int(input_batch.num_samples.sum())
     sizes = len(input_batch.positions), num_sequences, num_pages, num_samples
-    return mixed_layout(*sizes, has_adapters=has_adapters)
+    return mixed_layout(*sizes, **kinds)
 
 
 def _workspace_bytes(

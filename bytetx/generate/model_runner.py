@@ -137,7 +137,8 @@ class ModelRunner:
         try:
             return self._run(input_batch, metadata)
         except RuntimeError as error:
-            if not is_out_of_memory(error) or self._steps is None:
+            # A step that ran halfway has moved states on: it must not run twice.
+            if not is_out_of_memory(error) or self._steps is None or self.cache.states:
                 raise
             if not self._steps.release_memory():
                 raise
@@ -178,7 +179,7 @@ class ModelRunner:
     ) -> tuple[PackedBatch, torch.Tensor]:
         """(the batch with its past, int32 rows whose logits are needed), uploaded in one copy."""
         offset = np.int32(self._transformer.spec.position_offset)
-        ids, positions, slots, cu_seqlens, kv_seqlens, table, logits_rows = self._upload(
+        arrays = (
             input_batch.input_ids,
             input_batch.positions + offset,
             input_batch.slot_mapping,
@@ -186,6 +187,10 @@ class ModelRunner:
             input_batch.kv_seqlens,
             input_batch.page_table,
             input_batch.logits_rows,
+            *((input_batch.slot_indices,) if self.cache.states else ()),
+        )
+        ids, positions, slots, cu_seqlens, kv_seqlens, table, logits_rows, *state_slots = (
+            self._upload(*arrays)
         )
         max_kv_seqlen = int(input_batch.kv_seqlens.max())
         past = Past(
@@ -195,6 +200,7 @@ class ModelRunner:
             page_size=input_batch.page_size,
             max_kv_seqlen=max_kv_seqlen,
             prompt_seqlens=self._prompt_seqlens(rows, max_kv_seqlen),
+            state_slots=state_slots[0] if state_slots else None,
         )
         batch = PackedBatch(
             input_ids=self._last_tokens.resolve(ids),

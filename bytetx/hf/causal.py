@@ -50,6 +50,7 @@ CAUSAL_OUTPUTS = {
             *("Phi3", "Starcoder2", "StableLm", "SmolLM3", "Olmo2", "Granite"),
             "Ministral3",
             *("Gemma", "Gemma2", "Gemma3Text"),
+            "Lfm2",
         )
     },
 }
@@ -261,7 +262,12 @@ def is_plain_head(head: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def holes_reason(layout: Layout, spec: ModelSpec) -> str | None:
-    """Why a mask needs the original forward, whose windows count a row's columns, or None."""
+    """Why a mask needs the original forward, whose windows and convolutions count a row's columns,
+    or None."""
+    if layout.has_holes and spec.layer_spec.mixer is not None:
+        return "a mask with holes, which layers without attention read as tokens of zeros"
+    if layout.starts_with_padding and "mixer_in" in spec.layer_spec.biases:
+        return "pads before a text, which the biases of layers without attention make tokens of"
     if layout.has_holes and any(spec.layer_spec.window_of(i) for i in range(spec.num_layers)):
         return "a mask with holes under a sliding window"
     return None
@@ -298,6 +304,11 @@ def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | N
         return "token_type_ids add word embeddings in this family"
     if reason := holes_reason(layout, spec):
         return reason
+    if inputs.use_cache and spec.layer_spec.mixer is not None:
+        return (
+            "use_cache asks for what layers without attention remember, too; pass use_cache=False "
+            "to run on bytetx (generate does without it)"
+        )
     has_no_mask = inputs.attention_mask is None and not layout.is_packed
     if positions is not None and has_no_mask and bool((positions.diff(dim=-1) != 1).any()):
         return "position_ids start again without a mask, which makes sequences of one row"

@@ -409,7 +409,8 @@ class _ChangeReader:
             if id(layer.qkv) in found or id(layer.attn_out) in found:
                 continue  # layers that share their weights
             names = self._spec.layer_names(i)
-            parts = [(layer.qkv, self._qkv(names)), (layer.attn_out, self._of(names, "attn_out"))]
+            out_key = "attn_out" if layer.mixer is None else "mixer_out"
+            parts = [(layer.qkv, self._qkv(names)), (layer.attn_out, self._of(names, out_key))]
             if layer.feed_forward.linears:
                 first, out = layer.feed_forward.linears
                 parts += [(first, self._first(names, first.block))]
@@ -428,6 +429,8 @@ class _ChangeReader:
         return LowRankChange(a, b, bias)
 
     def _qkv(self, names: Mapping[str, str]) -> _Change | None:
+        if "mixer_in" in names:
+            return self._of(names, "mixer_in")
         if self._spec.layer_spec.qkv == "separate":
             return self._stacked(names, ("q", "k", "v"))
         found = self._of(names, "qkv")

@@ -50,6 +50,10 @@ def check(spec: ModelSpec, device: torch.device) -> None:
     """Raises OptionError where the model cannot run so on the device."""
     if spec.experts is not None:
         raise OptionError(f"dtype fp8 is not for the experts of {spec.family}; use bfloat16")
+    if spec.layer_spec.mixer is not None:
+        raise OptionError(
+            f"dtype fp8 is not for the layers without attention of {spec.family}; use bfloat16"
+        )
     if not spec.is_causal and not takes_fp8(spec):
         raise OptionError(f"dtype fp8 is not for layers as those of {spec.family}; use bfloat16")
     reason = native.why_no_kernel("fp8_linear", device)

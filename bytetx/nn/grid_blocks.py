@@ -18,6 +18,11 @@ from bytetx.parallel.tp import TpGroup
 
 def check_grid(spec: ModelSpec, grid: Grid) -> None:
     """Raises InputError where a model cannot be divided so."""
+    if spec.layer_spec.mixer is not None:
+        raise InputError(
+            f"ranks divide layers with attention alone, and {spec.family} has others; run it on "
+            "one device, or several whole copies of it (bytetx serve --replicas)"
+        )
     if grid.x * grid.y * grid.z > 1 and not spec.layer_spec.can_share:
         raise InputError(
             f"x, y and z do not divide layers whose heads differ or that read the embedded tokens, "

@@ -1,4 +1,4 @@
-"""KvCache: the pages that hold every layer's keys and values while sequences are generated."""
+"""KvCache: what layers remember of sequences while they are generated, most of it in pages."""
 
 import math
 from dataclasses import dataclass
@@ -29,13 +29,25 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerState:
+    """What a layer without attention remembers of each sequence, by the sequence's slot.
+
+    conv: [num_slots, taps - 1, channels], as of ops.short_conv.
+    """
+
+    conv: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class KvCache:
     """All layers' pages; one page number means the same tokens in every layer.
 
     The page allocator (generate/kv_cache.py) knows which sequence has which page.
+    layers: those with attention.  states: of the others, in their order.
     """
 
     layers: tuple[LayerCache, ...]
+    states: tuple[LayerState, ...] = ()
 
     @property
     def num_pages(self) -> int:
@@ -48,8 +60,9 @@ class KvCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all pages of all layers."""
-        return sum(layer.num_bytes for layer in self.layers)
+        """Memory of all pages and states of all layers."""
+        states = sum(state.conv.nbytes for state in self.states)
+        return sum(layer.num_bytes for layer in self.layers) + states
 
     @property
     def has_codes(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from bytetx.nn.attended import Attended
+from bytetx.nn.mixers import Mixer
 from bytetx.ops.embedding import embed
 from bytetx.ops.experts import ExpertsWeight, run_experts
 from bytetx.ops.linear import LinearWeight, fuses_residual
@@ -21,9 +22,12 @@ from bytetx.ops.weight import Weight
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer; ffn_norm is None where a parallel layer has one norm for both halves, and both
-    norms are where the results of the halves are normed instead."""
+    norms are where the results of the halves are normed instead.
 
-    qkv: Weight  # rows of q, then k, then v, unless Layers.is_interleaved
+    mixer: what stands between qkv and attn_out in place of attention; None: attention does.
+    """
+
+    qkv: Weight  # rows of q, then k, then v, unless Layers.is_interleaved; or what a mixer reads
     attn_out: Weight
     attn_norm: RowNorm | None  # None as well where the first of pre-norm layers has none
     ffn_norm: RowNorm | None
@@ -41,6 +45,7 @@ class LayerWeights:
     attended: Attended | None = None
     # f32 [num_heads]: a further score of each row of a head; see varlen_attention.
     sinks: Tensor | None = None
+    mixer: Mixer | None = None
 
     @property
     def linears(self) -> tuple[Weight, ...]:

@@ -13,6 +13,7 @@ from bytetx.checkpoint.layer_spec import (
     ExpertSpec,
     HeadSizes,
 )
+from bytetx.checkpoint.mixer_spec import MixerSpec
 from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import ModelSpec
@@ -23,6 +24,7 @@ from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import load_convolution
 from bytetx.nn.layer import DenseFeedForward, ExpertFeedForward, FeedForward, LayerWeights
 from bytetx.nn.layers import Layers
+from bytetx.nn.mixers import load_mixer
 from bytetx.nn.quantization import weight_format
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
@@ -227,7 +229,9 @@ class _LayerReader:
         """Whether matrices may be read as rows of codes in whole groups, on a CPU."""
         spec = self.spec
         attended = [spec.num_heads * head_dim for head_dim in spec.head_dims]
-        widths = (spec.hidden_size, *attended, spec.intermediate_size)
+        widths = {spec.hidden_size, *attended, spec.intermediate_size}
+        if (mixer := self.layer_spec.mixer) is not None:
+            widths.add(mixer.mixed_features(spec.hidden_size))
         is_cpu = torch.device(self.load.device).type == "cpu"
         return is_cpu and self._takes_rows() and all(width % GROUP == 0 for width in widths)
 
@@ -245,7 +249,8 @@ class _LayerReader:
 
     def layers(self) -> list[LayerWeights]:
         """All layers; those that share their tensors share what is read."""
-        names = [self.spec.layer_names(i)["attn_out"] for i in range(self.spec.num_layers)]
+        layers = map(self.spec.layer_names, range(self.spec.num_layers))
+        names = [names.get("attn_out") or names["mixer_out"] for names in layers]
         last = None if self.format is None else self.spec.num_layers - 1
         keys = [(name, i == last) for i, name in enumerate(names)]
         gather, num_kept = self.weight_gather, len(set(keys))
@@ -278,6 +283,8 @@ class _LayerReader:
         if i == 0 and not self.layer_spec.has_first_norm:
             del names["attn_norm"]
         norms = {key: self.norm(names[key], spec.hidden_size) for key in _NORMS if key in names}
+        if (mixer := self.layer_spec.mixer_of(i)) is not None:
+            return self._mixer_layer(names, mixer, norms)
         layers = self.layer_spec
         own = spec.head_sizes(layers.window_of(i))
         parts = self._qkv_parts(names, own)
@@ -302,6 +309,26 @@ class _LayerReader:
             value_table=self.values if i in self.value_layers else None,
             attended=load_attended(spec, self.load, i),
             sinks=self._sinks(names),
+        )
+
+    def _mixer_layer(
+        self, names: dict[str, str], mixer: MixerSpec, norms: dict[str, RowNorm]
+    ) -> LayerWeights:
+        """A layer with a mixer in place of attention; of a whole model."""
+        spec, hidden = self.spec, self.spec.hidden_size
+        ffn_out = self._tensors(names, "ffn_out", hidden, spec.intermediate_size)
+        half = DenseFeedForward(
+            self._ffn_in(names), self.load.weight_from(*ffn_out), spec.activation
+        )
+        first = self._tensors(names, "mixer_in", mixer.in_features(hidden), hidden)
+        last = self._tensors(names, "mixer_out", hidden, mixer.mixed_features(hidden))
+        return LayerWeights(
+            qkv=self.load.weight_from(*first),
+            attn_out=self.load.weight_from(*last),
+            attn_norm=norms["attn_norm"],
+            ffn_norm=norms["ffn_norm"],
+            feed_forward=half,
+            mixer=load_mixer(spec, mixer, names, self.load),
         )
 
     def norm(self, stem: str, size: int) -> RowNorm:

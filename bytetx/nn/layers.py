@@ -70,6 +70,14 @@ def _is_dense(layer: LayerWeights) -> bool:
     return is_dense and all(isinstance(w, LinearWeight) for w in matrices)
 
 
+def _cache_places(weights: Sequence[LayerWeights]) -> tuple[list[int], int]:
+    """(each layer's place among those that remember alike, in pages or in a state; the number of
+    states)"""
+    is_mixer = [layer.mixer is not None for layer in weights]
+    places = [is_mixer[:i].count(is_mixer[i]) for i in range(len(is_mixer))]
+    return places, sum(is_mixer)
+
+
 def _query_growth(growth: QueryGrowth, batch: PackedBatch, dtype: torch.dtype) -> torch.Tensor:
     """As of _Pass, by the position of each token."""
     periods = torch.log1p((batch.position_ids // growth.period).float())
@@ -125,6 +133,7 @@ class Layers:
         self._reads_embedded = convolution is not None or spec.layer_spec.reads_embedded
         self.batch_invariant = batch_invariant
         self._norms_projections = spec.layer_spec.norms_projections
+        self._places, self._num_states = _cache_places(self.weights)
         self._few_passes = 0
         layer_spec, indices = spec.layer_spec, range(len(self.weights))
         self._scales = [layer_spec.softmax_scale_of(i) for i in indices]
@@ -166,6 +175,8 @@ class Layers:
         """As of Transformer, for hidden states of a dtype."""
         has_bias = self.relative_bias is not None or self.buckets is not None
         if not self.layer_spec.causal or has_bias or self.convolution is not None:
+            return 0
+        if self._num_states:  # a prefix would leave its state, too
             return 0
         calls = AttentionCalls(
             dtype,
@@ -296,10 +307,8 @@ class Layers:
             if t is not None and not (t.dtype is torch.int32 and t.is_contiguous()):
                 require_tensor(name, t, shape=t.shape, dtypes=(torch.int32,))
                 require_contiguous(name, t)
-        if cache is not None and len(cache.layers) != len(self.weights):
-            raise ValueError(
-                f"cache must have the model's {len(self.weights)} layers, got {len(cache.layers)}"
-            )
+        if cache is not None:
+            self._check_cache(batch, cache)
         if self.buckets is not None:
             require_span(self.buckets, batch.max_seqlen)
         if self.relative_bias is not None and cache is None:  # pages have slopes
@@ -310,6 +319,19 @@ class Layers:
                 total_tokens=batch.total_tokens,
                 max_seqlen=batch.max_seqlen,
                 device=batch.device,
+            )
+
+    def _check_cache(self, batch: PackedBatch, cache: KvCache) -> None:
+        num_layers = len(self.weights) - self._num_states
+        if len(cache.layers) != num_layers:
+            raise ValueError(
+                f"cache must have the model's {num_layers} layers, got {len(cache.layers)}"
+            )
+        slots = None if batch.past is None else batch.past.state_slots
+        if self._num_states and (len(cache.states) != self._num_states or slots is None):
+            raise ValueError(
+                f"cache must have states of {self._num_states} layers, and batch.past the slots of "
+                f"its sequences; got {len(cache.states)} and {slots}"
             )
 
     def _prepare(
@@ -402,11 +424,20 @@ class Layers:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.weights[i]
         norm = layer.attn_norm if step.is_post else layer.ffn_norm
-        attended = self._attention(h, layer, i, step)
+        if step.pause is not None:
+            step.pause()
+        if layer.mixer is None:
+            attended = self._attention(h, layer, i, step)
+        else:
+            state = None if step.cache is None else step.cache.states[self._places[i]]
+            projected = step.rows.column_parallel(h, layer.qkv)
+            attended = layer.mixer.mix(projected, step.batch, state)
         return step.add_and_norm(attended, layer.attn_out, x, norm, layer.attn_out_norm)
 
     def _attention_partial(self, h: torch.Tensor, i: int, step: _Pass) -> torch.Tensor:
         """The attention's half of a parallel layer, which its other half adds."""
+        if step.pause is not None:
+            step.pause()
         attended = self._attention(h, self.weights[i], i, step)
         if step.pause is not None:
             step.pause()
@@ -420,8 +451,6 @@ class Layers:
         turns: whether q and k are rotated here.
         """
         own = self._heads[self._windows[i]]
-        if step.pause is not None:
-            step.pause()
         if turns:
             qkv = step.rows.project_heads(h, layer.qkv, self._head_rotation(i, step))
         else:
@@ -456,7 +485,7 @@ class Layers:
             "out": None,
         }
         if step.cache is not None:
-            past, cache = batch.past, step.cache.layers[i]
+            past, cache = batch.past, step.cache.layers[self._places[i]]
             assert past is not None  # _check has seen to it
             q = self._write_kv(q, k, v, layer, i, step, cache)
             q = q if step.growth is None else q * step.growth

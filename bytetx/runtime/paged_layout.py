@@ -62,7 +62,8 @@ class PagedLayout:
 
     num_rows: tokens.  num_seqs: sequences, without the padding sequence of a mixed step.
     num_pages: columns of the page table.  num_samples: tokens that are sampled.
-    has_adapters: whether some of its sequences may have one.
+    has_adapters: whether some of its sequences may have one.  has_states: whether layers remember
+    sequences by their slots.
     """
 
     num_rows: int
@@ -71,6 +72,7 @@ class PagedLayout:
     num_samples: int
     is_decode: bool
     has_adapters: bool
+    has_states: bool
     block: StepLayout = field(compare=False)
 
     @property
@@ -96,6 +98,7 @@ class PagedLayout:
             "positions": position_offset,
             "slot_mapping": -1,
             "slot_indices": padding_slot_index,
+            "state_slots": padding_slot_index,
         }
         if self.has_adapters and input_batch.adapters is not None:
             arrays |= adapter_arrays(input_batch.adapters, self.num_rows)
@@ -110,6 +113,8 @@ class PagedLayout:
         arrays["input_ids"] = input_batch.input_ids
         arrays["logits_rows"] = input_batch.logits_rows
         arrays["slot_indices"] = np.repeat(input_batch.slot_indices, input_batch.num_samples)
+        if self.has_states:
+            arrays["state_slots"] = input_batch.slot_indices
         fillers |= {"cu_seqlens": self.num_rows, "logits_rows": self.num_rows - 1}
         self.block.write(block, arrays, fillers=fillers)
 
@@ -127,6 +132,7 @@ class PagedLayout:
             self.num_pages * page_size,
             # In decode, earlier steps wrote all keys but those of this step.
             allows_early_read=self.is_decode,
+            state_slots=self._state_slots(views),
         )
         batch = PackedBatch(
             input_ids=views["slot_indices"] if self.is_decode else views["input_ids"],
@@ -141,9 +147,16 @@ class PagedLayout:
         )
         return PagedStep(batch, views["slot_indices"], views.get("logits_rows"))
 
+    def _state_slots(self, views: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        if not self.has_states:
+            return None
+        return views["slot_indices" if self.is_decode else "state_slots"]
+
 
 @lru_cache(maxsize=256)
-def decode_layout(num_rows: int, num_pages: int, *, has_adapters: bool = False) -> PagedLayout:
+def decode_layout(
+    num_rows: int, num_pages: int, *, has_adapters: bool = False, has_states: bool = False
+) -> PagedLayout:
     """The layout of the smallest bucket that holds such a decode step."""
     rows, pages = round_rows(num_rows), _round_pages(num_pages)
     fields = (
@@ -157,7 +170,8 @@ def decode_layout(num_rows: int, num_pages: int, *, has_adapters: bool = False) 
     )
     block = StepLayout(fields)
     sizes = (rows, rows, pages, rows)
-    return PagedLayout(*sizes, is_decode=True, has_adapters=has_adapters, block=block)
+    kinds = {"has_adapters": has_adapters, "has_states": has_states}
+    return PagedLayout(*sizes, is_decode=True, **kinds, block=block)
 
 
 @lru_cache(maxsize=256)
@@ -168,6 +182,7 @@ def mixed_layout(
     num_samples: int = 0,
     *,
     has_adapters: bool = False,
+    has_states: bool = False,
 ) -> PagedLayout:
     """The layout of the smallest bucket that holds such a mixed step.
 
@@ -179,13 +194,15 @@ def mixed_layout(
         *(adapter_fields(rows, seqs) if has_adapters else ()),
         BlockField("cu_seqlens", (seqs + 2,)),
         BlockField("kv_seqlens", (seqs + 1,)),
+        *((BlockField("state_slots", (seqs + 1,)),) if has_states else ()),
         *(BlockField(name, (rows,)) for name in ("input_ids", "positions", "slot_mapping")),
         *(BlockField(name, (samples,)) for name in ("logits_rows", "slot_indices")),
         BlockField("page_table", (seqs + 1, pages)),
     )
     block = StepLayout(fields)
     sizes = (rows, seqs, pages, samples)
-    return PagedLayout(*sizes, is_decode=False, has_adapters=has_adapters, block=block)
+    kinds = {"has_adapters": has_adapters, "has_states": has_states}
+    return PagedLayout(*sizes, is_decode=False, **kinds, block=block)
 
 
 def round_rows(num_rows: int) -> int:

@@ -54,7 +54,9 @@ def test_greedy_as_transformers(name: str, tmp_path: Path) -> None:
     assert alone == wanted
     again = model.generate(prompts, GREEDY)  # now with the pages of the first time
     assert [answer.token_ids for answer in again] == wanted
-    assert model.engines.idle[0].engine._scheduler.num_cached_tokens == 32
+    # A prefix would have to leave the states of layers without attention, too.
+    num_cached = 32 if checkpoint.spec.layer_spec.mixer is None else 0
+    assert model.engines.idle[0].engine._scheduler.num_cached_tokens == num_cached
     pieces = Model(checkpoint, token_budget=5)  # prompts in pieces of up to 5 tokens
     assert [answer.token_ids for answer in pieces.generate(prompts, GREEDY)] == wanted
     tight = Model(checkpoint)  # five pages: sequences throw each other out

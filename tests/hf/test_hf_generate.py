@@ -30,7 +30,8 @@ def stock_and_wrapped(name, **config):
 
 
 @pytest.mark.feature("Wrap", "`generate` of wrapped models")
-@pytest.mark.parametrize("name", DECODERS)
+# test_hf_mixers.py has the other one, which transformers runs: its pads change its texts.
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "lfm2-biases"])
 def test_greedy_tokens(name):
     stock, wrapped = stock_and_wrapped(name)
     inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)

@@ -31,6 +31,13 @@ def test_the_planner_offered_grids_that_load_refuses(kind: str, name: str, tmp_p
         with pytest.raises(OptionError, match="has experts"):
             shape_of(folder)
         return
+    if spec.layer_spec.mixer is not None:
+        with pytest.raises(OptionError, match="layers with attention, and .* has others"):
+            shape_of(folder)
+        for grid in grids_of(2):
+            with pytest.raises(InputError, match="layers with attention alone"):
+                check_grid(spec, grid)
+        return
     shape = shape_of(folder)
     for grid in (grid for size in (2, 4, 8) for grid in grids_of(size)):
         try:

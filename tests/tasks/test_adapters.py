@@ -95,6 +95,7 @@ def test_each_text_has_its_adapters_hidden_states(name: str, tmp_path: Path) -> 
         ("llama", ({"lora_bias": True, "lora_alpha": 12}, {"bias": "all"})),
         ("phi3", ({"lora_bias": True}, {})),
         ("gemma3", ({"lora_bias": True}, {"bias": "all"})),
+        ("lfm2", ({"lora_bias": True}, {})),
     ],
 )
 def test_each_text_has_its_adapters_biases(

@@ -8,7 +8,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from checkpoints import SENTENCES, edit_json, save_checkpoint, save_sentence_model, texts
+from checkpoints import (
+    SENTENCES,
+    edit_json,
+    save_causal,
+    save_checkpoint,
+    save_sentence_model,
+    texts,
+)
 from cli_runs import Bytetx
 from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
@@ -17,6 +24,7 @@ from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
 from sentence_transformers.util import quantize_embeddings
 from tiny import one_thread, randomize  # noqa: F401  (autouse)
+from tiny_decoders import DECODERS
 from torch import nn
 
 import bytetx
@@ -32,7 +40,8 @@ def save_multi_vector(
     folder: Path, family: str = "bert", *, skips: object = "document", **options: object
 ) -> Path:
     """A random MultiVectorEncoder, saved. options: of its Transformer module."""
-    base = save_checkpoint(folder / "base", family)
+    save_base = save_causal if family in DECODERS else save_checkpoint
+    base = save_base(folder / "base", family)
     dense = Dense(48, 20, activation_function=nn.Identity(), module_input_name="token_embeddings")
     randomize(dense)
     modules = [
@@ -99,6 +108,11 @@ def test_a_longer_expansion_than_text(tmp_path: Path) -> None:
     """One token with its two special ones is expanded tenfold."""
     expansion = {"strategy": "fixed", "attend": False, "length": 40}
     assert_same_model(save_multi_vector(tmp_path, query_expansion=expansion))
+
+
+def test_a_causal_trunk(tmp_path: Path) -> None:
+    """As LFM2-ColBERT's: a causal trunk without attention in most layers, and a projection."""
+    assert_same_model(save_multi_vector(tmp_path, "lfm2", query_length=15, document_length=20))
 
 
 @pytest.mark.feature("Tasks", "`embed_tokens`: late interaction (ColBERT)")

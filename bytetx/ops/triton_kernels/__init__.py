@@ -5,6 +5,7 @@ this package through ops.triton_backend, which says whether it can be.
 """
 
 from bytetx.ops.triton_kernels.attention import tree_attention, tree_tile_rows, varlen_attention
+from bytetx.ops.triton_kernels.convolution import short_conv
 from bytetx.ops.triton_kernels.disentangled import disentangled_attention
 from bytetx.ops.triton_kernels.gemm import linear
 from bytetx.ops.triton_kernels.grouped import grouped_linear, grouped_rows
@@ -43,6 +44,7 @@ __all__ = [
     "rotary",
     "sample",
     "sequence_bounds",
+    "short_conv",
     "tiles_of",
     "tree_attention",
     "tree_tile_rows",

@@ -148,6 +148,11 @@ def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
             "shape of a dense model of its active parameters"
         )
     layers = spec.layer_spec
+    if layers.mixer is not None:
+        raise OptionError(
+            f"the planner costs layers with attention, and {name or spec.family} has others; it "
+            "runs on one device"
+        )
     if not layers.can_share:
         raise OptionError(
             f"the planner costs layers that ranks can share, and those of {name or spec.family} "
