@@ -138,7 +138,8 @@ def test_what_is_groupable() -> None:
 
     assert _is_groupable(call("a", "b", truncate=True, left=False))
     assert not _is_groupable(call("a", left=True))
-    assert not _is_groupable(call("a", task="retrieval.query"))
+    assert _is_groupable(call("a", task="retrieval.query"))  # it reads no weights
+    assert not _is_groupable(call("a", "b", task=["retrieval.query", None]))
     assert not _is_groupable(call("a" * 5000))
     assert not _is_groupable(call(*["a"] * 33))
     assert not _is_groupable(call([1, 2, 3]))
