@@ -298,6 +298,8 @@ _PRIVACY_FILTER_ROPE = {
     "beta_slow": 1.0,
     "truncate": False,
 }
+_PRIVACY_TAGS = ("account_number", "private_address", "private_date", "private_email")
+_PRIVACY_TAGS += ("private_person", "private_phone", "private_url", "secret")
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
@@ -491,6 +493,10 @@ def openai_privacy_filter(values: Values, spec: ModelSpec) -> ModelSpec:
         gate_limit=values.positive("swiglu_limit"),
         gate_alpha=values.positive("swiglu_alpha"),
     )
+    if values.config.get("id2label") is None:
+        labels = ["O", *(f"{prefix}-{tag}" for tag in _PRIVACY_TAGS for prefix in "BIES")]
+        if values.config.get("num_labels", len(labels)) == len(labels):
+            spec = replace(spec, id2label=dict(enumerate(labels)))
     window = spec.layer_spec.window
     return replace(_layers(spec, window=window and window + 1), experts=experts)
 
