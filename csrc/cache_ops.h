@@ -53,6 +53,8 @@ struct RotaryWriteKvParams {
     const void* v;                // as k
     void* k_cache;                // [num_slots, num_kv_heads, head_dim], contiguous, or null
     void* v_cache;                // as k_cache
+    uint8_t* k_scales;            // [pages, num_kv_heads, page_size], where k_cache is E4M3 codes
+    uint8_t* v_scales;            // as k_scales; both or neither
     const float* cos;             // [positions, num_pairs]
     const float* sin;             // as cos
     const void* q_norm;           // [head_dim], dtype, or null for none
@@ -64,6 +66,7 @@ struct RotaryWriteKvParams {
     int32_t num_kv_heads;
     int32_t head_dim;
     int32_t num_pairs;  // at most head_dim / 2; 0: nothing turns
+    int32_t page_size;  // where there are scales
     bool is_interleaved;
     int64_t q_stride;  // elements from row to row
     int64_t k_stride;
@@ -135,12 +138,15 @@ void paged_plan(const PagedPlanParams& p, const Launch& launch);
 
 // cuda only. As PagedAttentionParams, f16 or bf16; head_dim a multiple of 8 up to 256, above 128 at
 // most 8 query heads a key head, and no sequence of more than one row.
-// early_read: 0 nothing; 1 plan, lengths and page table; 2 also the keys before each sequence's
-// rows.
+// With scales, E4M3 codes (cuda/kv_codes.cuh) of 16 features' multiples in pages of 16 keys or
+// more, for decode rows alone. early_read: 0 nothing; 1 plan, lengths and page table; 2 also the
+// keys before each sequence's rows.
 struct PlannedPagedAttentionParams {
     const void* q;
     const void* k_cache;
     const void* v_cache;
+    const uint8_t* k_scales;  // [num_pages, num_kv_heads, page_size], where k_cache is E4M3 codes
+    const uint8_t* v_scales;  // as k_scales; both or neither
     void* out;
     const int32_t* page_table;  // [batch_size, max_pages]
     const float* alibi_slopes;  // [num_heads], or null for none

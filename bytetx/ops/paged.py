@@ -266,8 +266,9 @@ def _write_in_torch(
 def _takes_plan(device: torch.device, calls: PagedCalls) -> bool:
     heads = (calls.num_heads, calls.num_kv_heads, calls.head_dim)
     fits = calls.dtype in HALF_DTYPES and fits_kernel(*heads, 1 if calls.decodes else 2)
-    has_kernel = fits and not calls.has_codes
-    return has_kernel and calls.is_aligned and calls.has_scale and calls.has_work
+    if calls.has_codes:  # decode rows alone
+        fits &= calls.decodes and calls.head_dim % 16 == 0 and calls.page_size >= 16
+    return fits and calls.is_aligned and calls.has_scale and calls.has_work
 
 
 @PAGED_ATTENTION.native_kernel("cuda", kernel="planned_paged_attention", takes=_takes_plan)
@@ -282,8 +283,6 @@ def _run_planned(
     max_seqlen: int,
     max_kv_seqlen: int,
     window: int,
-    k_scales: Tensor | None,
-    v_scales: Tensor | None,
     plan: PagedPlan | None,
     batch_invariant: bool,
     **options: Any,

@@ -126,7 +126,7 @@ def launches_by_sizes(
 ) -> bool:
     """Whether no launch of paged_attention depends on the lengths, as a captured graph needs."""
     fits = dtype in HALF_DTYPES and fits_kernel(num_heads, num_kv_heads, head_dim, max_seqlen)
-    fits &= not has_codes
+    fits &= not has_codes  # of codes the native kernels read decode rows alone
     return (fits and has_paged_kernel(device)) or why_no_triton(device) is None
 
 
@@ -160,6 +160,8 @@ def run_planned(
     softmax_scale: float,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     out: Tensor | None,
     early_read: EarlyRead = EarlyRead.NOTHING,
 ) -> Tensor:
@@ -170,6 +172,8 @@ def run_planned(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
+        k_scales=k_scales,
+        v_scales=v_scales,
         out=out,
         page_table=page_table,
         alibi_slopes=alibi_slopes,

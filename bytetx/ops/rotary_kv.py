@@ -179,7 +179,7 @@ def rotary_write_kv(
     return rotated
 
 
-@ROTARY_WRITE_KV.native_kernel("cuda", takes=lambda device, has_codes: not has_codes)
+@ROTARY_WRITE_KV.native_kernel("cuda")
 def _run_kernel(
     q: Tensor,
     k: Tensor,
@@ -204,6 +204,8 @@ def _run_kernel(
         v=v,
         k_cache=k_cache,
         v_cache=v_cache,
+        k_scales=k_scales,
+        v_scales=v_scales,
         cos=cos,
         sin=sin,
         q_norm=q_norm,
@@ -215,6 +217,7 @@ def _run_kernel(
         num_kv_heads=k.shape[1],
         head_dim=q.shape[2],
         num_pairs=cos.shape[1],
+        page_size=0 if k_scales is None else k_scales.shape[2],
         is_interleaved=is_interleaved,
         q_stride=q.stride(0),
         k_stride=k.stride(0),

@@ -68,6 +68,17 @@ void check(const PlannedPagedAttentionParams& p) {
     if (p.plan.batch_invariant && p.alibi_slopes != nullptr) {
         fail("no slopes where it is batch-invariant");
     }
+    if ((p.k_scales == nullptr) != (p.v_scales == nullptr)) fail("both scales, or neither");
+    if (p.k_scales != nullptr) {
+        if (p.plan.head_dim % 16 != 0 || p.page_size < paged::kStepKeys) {
+            fail("codes of 16 features' multiples in pages of 16 keys or more, got " +
+                 std::to_string(p.plan.head_dim) + " in pages of " + std::to_string(p.page_size));
+        }
+        if (p.plan.max_seqlen > 1 || p.plan.batch_invariant) {
+            fail("one row a sequence of codes, not batch-invariant, got " +
+                 std::to_string(p.plan.max_seqlen));
+        }
+    }
     if (p.page_size <= 0 || (p.page_size & (p.page_size - 1)) != 0) {
         fail("a page_size that is a power of two, got " + std::to_string(p.page_size));
     }
@@ -81,7 +92,8 @@ void check(const PlannedPagedAttentionParams& p) {
              std::to_string(p.workspace_bytes));
     }
     for (const void* address :
-         {p.q, p.k_cache, p.v_cache, static_cast<const void*>(p.out),
+         {p.q, p.k_cache, p.v_cache, static_cast<const void*>(p.k_scales),
+          static_cast<const void*>(p.v_scales), static_cast<const void*>(p.out),
           static_cast<const void*>(p.plan.plan), static_cast<const void*>(p.workspace)}) {
         if (reinterpret_cast<std::uintptr_t>(address) % kAlignment != 0) fail("aligned addresses");
     }
@@ -93,6 +105,8 @@ paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
     params.q = p.q;
     params.k_cache = p.k_cache;
     params.v_cache = p.v_cache;
+    params.k_scales = p.k_scales;
+    params.v_scales = p.v_scales;
     params.out = p.out;
     params.page_table = p.page_table;
     params.header = view.header;
@@ -128,19 +142,25 @@ void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     launch_kernel(kernel, shape, decode_params(p));
 }
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, bool kCodes>
 void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     if constexpr (kHeadDim == 128) {
         if (paged::has_sm_alone(p.plan, num_sms())) {
-            return launch_decode<paged::AloneTypes<T>>(p, stream);
+            return launch_decode<paged::AloneTypes<T, kCodes>>(p, stream);
         }
     }
     if (paged::unit_tiles(p.plan) == 1) {
-        return launch_decode<paged::DecodeTypes<T, kHeadDim, 1>>(p, stream);
+        return launch_decode<paged::DecodeTypes<T, kHeadDim, 1, kCodes>>(p, stream);
     }
     if constexpr (kHeadDim <= 128) {
-        launch_decode<paged::DecodeTypes<T, kHeadDim, 2>>(p, stream);
+        launch_decode<paged::DecodeTypes<T, kHeadDim, 2, kCodes>>(p, stream);
     }
+}
+
+template <int kHeadDim, bool kCodes>
+void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
+    if (p.dtype == DType::f16) return launch_decode<__half, kHeadDim, kCodes>(p, stream);
+    launch_decode<__nv_bfloat16, kHeadDim, kCodes>(p, stream);
 }
 
 }  // namespace
@@ -169,11 +189,12 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
     }
     if (paged::uses_clusters(p.plan)) {
         paged::launch_cluster(p, decode_params(p), stream);
+    } else if (p.k_scales != nullptr) {
+        dispatch_at_least<64, 128, 256>(
+            p.plan.head_dim, [&]<int kHeadDim>() { launch_decode<kHeadDim, true>(p, stream); });
     } else {
-        dispatch_at_least<32, 64, 128, 256>(p.plan.head_dim, [&]<int kHeadDim>() {
-            if (p.dtype == DType::f16) return launch_decode<__half, kHeadDim>(p, stream);
-            launch_decode<__nv_bfloat16, kHeadDim>(p, stream);
-        });
+        dispatch_at_least<32, 64, 128, 256>(
+            p.plan.head_dim, [&]<int kHeadDim>() { launch_decode<kHeadDim, false>(p, stream); });
     }
     if (has_tiles && !tiles_first) run_tiles();
     BYTETX_CUDA_CHECK(cudaGetLastError());

@@ -31,15 +31,25 @@ void launch_typed(const PlannedPagedAttentionParams& p, const DecodeParams& rows
 
 void launch_cluster(const PlannedPagedAttentionParams& p, const DecodeParams& rows,
                     cudaStream_t stream) {
-    dispatch_at_least<32, 64, 128, 256>(p.plan.head_dim, [&]<int kHeadDim>() {
+    const auto launch = [&]<int kHeadDim, bool kCodes>() {
         constexpr int kMostRows = most_unit_rows(kHeadDim);
         dispatch_at_least<8, kMostRows>(std::min(rows.group, kMostRows), [&]<int kRows>() {
+            constexpr int kTiles = kRows / 8;
             if (p.dtype == DType::f16) {
-                return launch_typed<ClusterTypes<__half, kHeadDim, kRows / 8>>(p, rows, stream);
+                return launch_typed<ClusterTypes<__half, kHeadDim, kTiles, kCodes>>(p, rows,
+                                                                                    stream);
             }
-            launch_typed<ClusterTypes<__nv_bfloat16, kHeadDim, kRows / 8>>(p, rows, stream);
+            launch_typed<ClusterTypes<__nv_bfloat16, kHeadDim, kTiles, kCodes>>(p, rows, stream);
         });
-    });
+    };
+    if (p.k_scales != nullptr) {
+        dispatch_at_least<64, 128, 256>(
+            p.plan.head_dim, [&]<int kHeadDim>() { launch.template operator()<kHeadDim, true>(); });
+    } else {
+        dispatch_at_least<32, 64, 128, 256>(p.plan.head_dim, [&]<int kHeadDim>() {
+            launch.template operator()<kHeadDim, false>();
+        });
+    }
 }
 
 }  // namespace bytetx::paged

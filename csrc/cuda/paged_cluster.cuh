@@ -31,8 +31,8 @@ struct ClusterParams {
 
 template <typename C>
 struct ClusterSmem {
-    alignas(128) uint8_t ring[C::kWarps][kClusterStages][2][C::kTileBytes];
-    alignas(16) uint8_t q[C::kRows * C::kRowBytes];
+    alignas(128) uint8_t ring[C::kWarps][kClusterStages][2][C::kHalfBytes];
+    alignas(16) uint8_t q[C::kRows * C::kQRowBytes];
     alignas(16) float gathered[kClusterCtas][C::kRows][C::kSlice];
     SoftmaxState gathered_states[kClusterCtas][C::kRows];
     SoftmaxState states[C::kWarps][C::kRows];
@@ -110,7 +110,7 @@ __device__ __forceinline__ void attend_chunk(const DecodeParams& p, ClusterSmem<
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const uint32_t ring = shared_address(s.ring[warp]);
-    constexpr uint32_t kStageBytes = 2 * C::kTileBytes;
+    constexpr uint32_t kStageBytes = 2 * C::kHalfBytes;
     StagedQueries<C, C::kThreads> queries;
     if (p.early_read == 0) queries.load(p, item, kv_head, threadIdx.x);
     bool has_waited = p.early_read == 0;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void attend_chunk(const DecodeParams& p, ClusterSmem<
         wait_for_copies<kClusterStages - 1>();
         __syncwarp();  // every lane's copies are there
         const uint32_t tiles = ring + stage * kStageBytes;
-        const auto take = [&](int half) { return tiles + half * C::kTileBytes; };
+        const auto take = [&](int half) { return tiles + half * C::kHalfBytes; };
         unit.attend(take, [](int) {}, rows, key, lane);
         __syncwarp();  // every lane has read what the next copies overwrite
         fetch(stage);

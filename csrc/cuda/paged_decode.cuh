@@ -38,8 +38,8 @@ __device__ __forceinline__ void stage_queries(const DecodeParams& p, const Paged
                                               int kv_head, uint8_t* to, int lane) {
     using T = typename C::T;
 #pragma unroll
-    for (int i = 0; i < C::kRows * C::kPieces / 32; ++i) {
-        const int row = (i * 32 + lane) / C::kPieces, piece = (i * 32 + lane) % C::kPieces;
+    for (int i = 0; i < C::kRows * C::kQPieces / 32; ++i) {
+        const int row = (i * 32 + lane) / C::kQPieces, piece = (i * 32 + lane) % C::kQPieces;
         uint4 words{};
         if (row < item.num_rows && piece * 8 < p.head_dim) {
             words = __ldcg(reinterpret_cast<const uint4*>(

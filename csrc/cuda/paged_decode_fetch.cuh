@@ -27,7 +27,7 @@ struct Fetcher {
     static constexpr int kCopies = kStepKeys / kRowsAtOnce;
     const DecodeParams& p;
     DecodeSmem<C>& s;
-    const uint8_t* cache;
+    const uint8_t *cache, *scales;
     int half, lane, total;
     bool has_waited;  // for the kernel before
     RingIndex<C::kStages> stage;
@@ -42,13 +42,14 @@ struct Fetcher {
         : p(params),
           s(smem),
           cache(static_cast<const uint8_t*>(of_half == 0 ? p.k_cache : p.v_cache)),
+          scales(of_half == 0 ? p.k_scales : p.v_scales),
           half(of_half),
           lane(of_lane),
           total(num_items),
           has_waited(p.early_read == 0) {
         const int piece = lane % C::kPieces;
-        row_bytes = int64_t{p.num_kv_heads} * p.head_dim * 2;
-        lane_bytes = piece * 8 < p.head_dim ? 16 : 0;
+        row_bytes = int64_t{p.num_kv_heads} * p.head_dim * C::kKeyBytes;
+        lane_bytes = piece * C::kPieceKeys < p.head_dim ? 16 : 0;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
             const int row = i * kRowsAtOnce + lane / C::kPieces;
@@ -82,7 +83,15 @@ struct Fetcher {
     __device__ int64_t place(const KeyRange& keys, int key, int page) const {
         const int in_page = (1 << p.page_shift) - 1;
         return (int64_t{page} << p.page_shift | (key & in_page)) * row_bytes +
-               keys.kv_head * p.head_dim * 2;
+               keys.kv_head * p.head_dim * C::kKeyBytes;
+    }
+
+    // A step's scales, one lane's copy: its keys are neighbours in a page. Those of keys that no
+    // row sees may be anything.
+    __device__ void copy_scales(const KeyRange& keys, int key, int page, uint32_t address) const {
+        const int in_page = key & ((1 << p.page_shift) - 1);
+        const int64_t row = int64_t{page} * p.num_kv_heads + keys.kv_head;
+        if (lane == 0) copy_or_zero(address, scales + (row << p.page_shift) + in_page, 16);
     }
 
     // Copies of a step's rows where they lie anywhere, or no row sees some of them: those become
@@ -128,6 +137,9 @@ struct Fetcher {
                 }
             } else {
                 copy_rows(keys, key, __shfl_sync(kFullMask, page, i), address);
+            }
+            if constexpr (C::kHasCodes) {
+                copy_scales(keys, key, __shfl_sync(kFullMask, page, i), address + C::kTileBytes);
             }
             arrive_with_copies(&s.full[stage.index][half]);
             stage.advance();

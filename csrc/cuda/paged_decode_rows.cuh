@@ -7,6 +7,7 @@
 // row's, so that most steps have no shuffle at all.
 #pragma once
 
+#include "cuda/kv_codes.cuh"
 #include "cuda/paged_decode_types.cuh"
 
 namespace bytetx::paged {
@@ -35,8 +36,15 @@ __device__ __forceinline__ uint32_t turn_matrix(uint32_t pair) {
     return turned;
 }
 
+__device__ __forceinline__ int shared_byte(uint32_t address) {
+    int byte;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(address) : "memory");
+    return byte;
+}
+
 // In the layout of mma's sums: a thread has the rows 2 * (lane % 4) and the next, in each tile of
-// eight, and of each 16 features lane / 4 and lane / 4 + 8.
+// eight, and of each 16 features lane / 4 and lane / 4 + 8. Of codes, a word of four is two pairs
+// of a product's features, and of values the features 2 * (lane / 4) and the next.
 template <typename C>
 struct ColumnUnit {
     using T = typename C::T;
@@ -67,11 +75,16 @@ struct ColumnUnit {
             }
 #pragma unroll
             for (int step = 0; step < kSteps; step += 2) {
-                uint32_t words[4];
-                load_matrices<false>(
-                    words, q_tile + C::q_offset(tile * 8 + lane % 8, 2 * step + lane / 8));
+                if constexpr (C::kHasCodes) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) q[tile][step + i / 2][i % 2] = words[i];
+                    for (int i = 0; i < 2; ++i) load_query(q_tile, tile, step + i, lane);
+                } else {
+                    uint32_t words[4];
+                    load_matrices<false>(
+                        words, q_tile + C::q_offset(tile * 8 + lane % 8, 2 * step + lane / 8));
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) q[tile][step + i / 2][i % 2] = words[i];
+                }
             }
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
@@ -79,6 +92,16 @@ struct ColumnUnit {
                 for (int j = 0; j < 4; ++j) out[tile][i][j] = 0.0f;
             }
         }
+    }
+
+    // Four neighbouring features, as those of a word of codes.
+    __device__ __forceinline__ void load_query(uint32_t q_tile, int tile, int step, int lane) {
+        const uint32_t at =
+            q_tile + C::q_offset(tile * 8 + lane / 4, 2 * step + lane % 4 / 2) + lane % 2 * 8;
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(q[tile][step][0]), "=r"(q[tile][step][1])
+                     : "r"(at)
+                     : "memory");
     }
 
     // Products of a tile of rows and the keys from `key` on become scores in powers of two. Biases
@@ -106,30 +129,96 @@ struct ColumnUnit {
                            int key, int lane) {
         const uint32_t k_tile = take(0);
         float scores[C::kTiles][2][4] = {};  // two chains of sums: each waits for its own half
+        if constexpr (C::kHasCodes) {
+            multiply_key_codes(scores, k_tile, lane);
+        } else {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            uint32_t k[4];
-            load_matrices<false>(k, k_tile + C::offset(lane % 16, 2 * step + lane / 16));
+            for (int step = 0; step < kSteps; ++step) {
+                uint32_t k[4];
+                load_matrices<false>(k, k_tile + C::offset(lane % 16, 2 * step + lane / 16));
 #pragma unroll
-            for (int tile = 0; tile < C::kTiles; ++tile) {
-                mma<T>(scores[tile][step % 2], k, q[tile][step][0], q[tile][step][1]);
+                for (int tile = 0; tile < C::kTiles; ++tile) {
+                    mma<T>(scores[tile][step % 2], k, q[tile][step][0], q[tile][step][1]);
+                }
             }
         }
         give_back(0);
         uint32_t weights[C::kTiles][2];
         soften(scores, weights, rows, key, lane);
         const uint32_t v_tile = take(1);
-        const int v_row = lane % 8 + lane / 16 * 8;
+        if constexpr (C::kHasCodes) {
+            const PagedItem& item = rows.item;
+            add_value_codes(weights, v_tile, item.first_visible - key, item.end_key - key, lane);
+        } else {
+            const int v_row = lane % 8 + lane / 16 * 8;
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            uint32_t v[4];
-            load_matrices<true>(v, v_tile + C::offset(v_row, 2 * step + lane / 8 % 2));
+            for (int step = 0; step < kSteps; ++step) {
+                uint32_t v[4];
+                load_matrices<true>(v, v_tile + C::offset(v_row, 2 * step + lane / 8 % 2));
 #pragma unroll
-            for (int tile = 0; tile < C::kTiles; ++tile) {
-                mma<T>(out[tile][step], v, weights[tile][0], weights[tile][1]);
+                for (int tile = 0; tile < C::kTiles; ++tile) {
+                    mma<T>(out[tile][step], v, weights[tile][0], weights[tile][1]);
+                }
             }
         }
         give_back(1);
+    }
+
+    __device__ __forceinline__ void multiply_key_codes(float (&scores)[C::kTiles][2][4],
+                                                       uint32_t k_tile, int lane) {
+        const uint32_t scales = k_tile + C::kTileBytes + lane / 4;
+        const int first = shared_byte(scales), second = shared_byte(scales + 8);
+        const uint32_t factors[2] = {scale_pair<T>(first, first), scale_pair<T>(second, second)};
+#pragma unroll
+        for (int step = 0; step < kSteps; step += 2) {
+            uint32_t codes[4];
+            load_matrices<false>(codes, k_tile + C::offset(lane % 16, step + lane / 16));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t low = codes[2 * i], high = codes[2 * i + 1];
+                const uint32_t k[4] = {restore_pair<T, 0, 1>(low, factors[0]),
+                                       restore_pair<T, 0, 1>(high, factors[1]),
+                                       restore_pair<T, 2, 3>(low, factors[0]),
+                                       restore_pair<T, 2, 3>(high, factors[1])};
+#pragma unroll
+                for (int tile = 0; tile < C::kTiles; ++tile) {
+                    mma<T>(scores[tile][i], k, q[tile][step + i][0], q[tile][step + i][1]);
+                }
+            }
+        }
+    }
+
+    // begin, end: the step's keys that any row sees. The others' codes are zeros, and so must their
+    // scales be: 0 times inf is NaN.
+    __device__ __forceinline__ void add_value_codes(const uint32_t (&weights)[C::kTiles][2],
+                                                    uint32_t v_tile, int begin, int end, int lane) {
+        uint32_t factors[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const auto scale = [&](int key) {
+                const int own = shared_byte(v_tile + C::kTileBytes + key);
+                return key >= begin && key < end ? own : kLeastScale;
+            };
+            const int key = 8 * i + lane % 4 * 2;
+            factors[i] = scale_pair<T>(scale(key), scale(key + 1));
+        }
+#pragma unroll
+        for (int step = 0; step < kSteps; step += 2) {
+            uint32_t codes[4];
+            load_matrices<true>(codes, v_tile + C::offset(lane % 16, step + lane / 16));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint32_t low = codes[2 * i], high = codes[2 * i + 1];
+                const uint32_t v[4] = {restore_pair<T, 0, 2>(low, factors[0]),
+                                       restore_pair<T, 1, 3>(low, factors[0]),
+                                       restore_pair<T, 0, 2>(high, factors[1]),
+                                       restore_pair<T, 1, 3>(high, factors[1])};
+#pragma unroll
+                for (int tile = 0; tile < C::kTiles; ++tile) {
+                    mma<T>(out[tile][step + i], v, weights[tile][0], weights[tile][1]);
+                }
+            }
+        }
     }
 
     // Scores to weights, as the next product wants them; state and out follow.
@@ -206,9 +295,11 @@ struct ColumnUnit {
                 if (lane < 4) states[row] = {state[tile][i].max, total};
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) {
-                    float* to = sums + row * kStride + step * 16 + lane / 4;
+                    constexpr int kNext = C::kHasCodes ? 1 : 8;  // from a thread's feature on
+                    const int feature = lane / 4 * (C::kHasCodes ? 2 : 1);
+                    float* to = sums + row * kStride + step * 16 + feature;
                     to[0] = out[tile][step][i];
-                    to[8] = out[tile][step][i + 2];
+                    to[kNext] = out[tile][step][i + 2];
                 }
             }
         }

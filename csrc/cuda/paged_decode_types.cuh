@@ -15,6 +15,8 @@ struct DecodeParams {
     const void* q;
     const void* k_cache;
     const void* v_cache;
+    const uint8_t* k_scales;  // [num_pages, num_kv_heads, page_size], where the caches are codes
+    const uint8_t* v_scales;
     void* out;
     const int* page_table;
     const PagedHeader* header;
@@ -43,25 +45,37 @@ constexpr int kJoinWarp = kComputeWarps + 3;
 constexpr int kDecodeThreads = 32 * (kComputeWarps + 4);
 constexpr int kItemsAhead = 3;  // in shared memory
 
-template <typename T_, int kHeadDim, int kNumTiles>
-struct DecodeTypes {
+// Sizes of keys and values in shared memory: of T, or E4M3 codes with the scales of a step behind.
+template <int kDim, bool kCodes>
+struct KeyTypes {
+    static constexpr bool kHasCodes = kCodes;
+    static constexpr int kKeyBytes = kCodes ? 1 : 2;   // an element
+    static constexpr int kPieceKeys = 16 / kKeyBytes;  // elements of a piece of 16 bytes
+    static constexpr int kPieces = kDim / kPieceKeys;  // pieces per row of keys
+    static constexpr int kQPieces = kDim / 8;          // the same of queries
+    static constexpr int kScaleBytes = kCodes ? kStepKeys : 0;
+};
+
+template <typename T_, int kHeadDim, int kNumTiles, bool kCodes = false>
+struct DecodeTypes : KeyTypes<kHeadDim, kCodes> {
     using T = T_;
+    using Keys = KeyTypes<kHeadDim, kCodes>;
     static constexpr int kDim = kHeadDim;
     static constexpr int kTiles = kNumTiles;  // tiles of eight rows
     static constexpr int kRows = 8 * kTiles;
-    static constexpr int kTileBytes = kStepKeys * kDim * 2;
+    static constexpr int kTileBytes = kStepKeys * kDim * Keys::kKeyBytes;
+    static constexpr int kHalfBytes = kTileBytes + Keys::kScaleBytes;
     // Two CTAs an SM, 128 KB on their way at most: copies alone, in rings of this size, reach the
     // rate of a plain sum (238.8 us for 64 sequences of 4096 keys, 237.3); half of it takes 242.7.
     static constexpr int kMinCtas = ctas_per_sm(kTiles, kDim);
     static constexpr int kStages = (kMinCtas == 1 ? 128 : 64) * 1024 / (2 * kTileBytes);
-    static constexpr int kPieces = kDim / 8;     // pieces of 16 bytes per row
     static constexpr int kSumStride = kDim + 4;  // floats
     // The steps of item after item go to the warps round-robin, and so does each stage to one warp:
     // it never waits for a phase that is two ahead.
     static_assert(kStages % kComputeWarps == 0);
 
     static __device__ __forceinline__ uint32_t offset(int row, int piece) {
-        return piece_offset<kDim>(row, piece);
+        return piece_offset<8 * Keys::kPieces>(row, piece);
     }
     static __device__ __forceinline__ uint32_t q_offset(int row, int piece) {
         return piece_offset<kDim>(row, piece);
@@ -70,10 +84,10 @@ struct DecodeTypes {
 
 // For few sequences: an SM's only CTA has all of the ring that fits. 16 sequences of 1024 keys take
 // 18.3 us, 19.9 with 64 KB (H200). With 64 features copies are bound by their instructions.
-template <typename T_>
-struct AloneTypes : DecodeTypes<T_, 128, 1> {
+template <typename T_, bool kCodes = false>
+struct AloneTypes : DecodeTypes<T_, 128, 1, kCodes> {
     static constexpr int kMinCtas = 1;
-    static constexpr int kStages = 20;
+    static constexpr int kStages = kCodes ? 40 : 20;
 };
 
 struct StagedItem {
@@ -83,7 +97,7 @@ struct StagedItem {
 
 template <typename C>
 struct DecodeSmem {
-    alignas(128) uint8_t ring[C::kStages][2][C::kTileBytes];  // keys, values
+    alignas(128) uint8_t ring[C::kStages][2][C::kHalfBytes];  // keys, values
     alignas(128) uint8_t q[kItemsAhead][C::kRows * C::kDim * 2];
     alignas(16) float join[kComputeWarps][C::kRows][C::kSumStride];
     SoftmaxState states[kComputeWarps][C::kRows];

@@ -3,8 +3,9 @@
 //
 //   x = x / sqrt(mean(x^2) + eps) * weight        heads of q and k, where weights are given
 //   (a, b) = (a cos - b sin, b cos + a sin)       pairs of the first 2 * num_pairs features
-//   q in place; k and v to page rows slot_mapping[token], where it is not -1; k in place, and no v,
-//   where there are no pages
+//   q in place; k and v to page rows slot_mapping[token], where it is not -1, rounded to codes with
+//   a scale each where there are scales (kv_codes.cuh); k in place, and no v, where there are no
+//   pages
 //
 // q, k, v [total_tokens, heads, head_dim], rows any stride apart; cos, sin f32 [positions,
 // num_pairs]; f32 inside. 16 features a thread, in two pieces of eight that hold whole pairs:
@@ -26,6 +27,7 @@
 #include "common/launch.cuh"
 #include "common/rotation.cuh"
 #include "common/row_norm.cuh"
+#include "cuda/kv_codes.cuh"
 
 namespace bytetx {
 namespace {
@@ -78,6 +80,23 @@ struct Head {
     }
 };
 
+// Where a vector's codes and its scale go.
+struct CodeTarget {
+    uint8_t *codes, *scale;
+};
+
+template <typename T>
+__device__ __forceinline__ CodeTarget code_target(const RotaryWriteKvParams& p, const Head<T>& head,
+                                                  int slot) {
+    const bool is_key = head.is_rotated();
+    const int number = is_key ? head.of_k : head.of_v;
+    const int64_t row = int64_t{slot} * p.num_kv_heads + number;
+    const int64_t page = slot / p.page_size;
+    auto* codes = static_cast<uint8_t*>(is_key ? p.k_cache : p.v_cache) + row * p.head_dim;
+    return {codes, (is_key ? p.k_scales : p.v_scales) +
+                       (page * p.num_kv_heads + number) * p.page_size + slot % p.page_size};
+}
+
 template <typename T>
 struct alignas(kPiece * sizeof(T) < 16 ? kPiece * sizeof(T) : 16) Piece {
     T value[kPiece];
@@ -110,6 +129,19 @@ __device__ __forceinline__ float group_sum(float x, int group_threads) {
     for (int by = 1; by < group_threads; by *= 2) x += __shfl_xor_sync(0xffffffffu, x, by);
     return x;
 }
+
+// The bits of the largest number's size, over as many neighbouring lanes.
+__device__ __forceinline__ int group_largest(int bits, int group_threads) {
+    const unsigned lane = threadIdx.x % kWarpSize;
+    const unsigned mask = 0xffffffffu >> (kWarpSize - group_threads)
+                                             << (lane / group_threads * group_threads);
+    for (int by = 1; by < group_threads; by *= 2) {
+        bits = max(bits, __shfl_xor_sync(mask, bits, by));
+    }
+    return bits;
+}
+
+__device__ __forceinline__ int size_bits(float x) { return __float_as_int(fabsf(x)); }
 
 // The pieces of a head that a thread has: one of each half of the pairs, or two neighbours.
 struct Pieces {
@@ -182,8 +214,10 @@ __device__ __forceinline__ void norm_head(float (&x)[2][kPiece], const HeadParam
 
 // Few heads wait for their loads: whatever does not depend on another one leaves first. Many want
 // threads, hence few registers, and start with the rows that the product before wrote last.
-template <typename T, bool kIsFew>
-__global__ void __launch_bounds__(kThreads, kIsFew ? 1 : 5)
+template <typename T, bool kIsFew, bool kCodes>
+__global__ void __launch_bounds__(kThreads, kIsFew   ? 1
+                                            : kCodes ? 4
+                                                     : 5)
     head_kernel(const __grid_constant__ HeadParams params) {
     const RotaryWriteKvParams& p = params.own;
     const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
@@ -235,6 +269,23 @@ __global__ void __launch_bounds__(kThreads, kIsFew ? 1 : 5)
     if (to == nullptr) return;
     if constexpr (!kIsFew) load_turns(position);
     if (head.is_rotated()) turns.apply(x, pieces.is_split);
+    if (kCodes && !head.is_q()) {
+        int largest = 0;
+#pragma unroll
+        for (int i = 0; i < 2 * kPiece; ++i) {
+            largest = max(largest, size_bits(x[i / kPiece][i % kPiece]));
+        }
+        const int scale = scale_of(group_largest(largest, 1 << params.group_shift));
+        const CodeTarget target = code_target(p, head, slot);
+        if (own == 0) *target.scale = static_cast<uint8_t>(scale);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (pieces.number[i] >= num_pieces) continue;
+            *reinterpret_cast<uint2*>(target.codes + pieces.number[i] * kPiece) = {
+                round_to_codes(x[i], scale), round_to_codes(x[i] + 4, scale)};
+        }
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (pieces.number[i] >= num_pieces) continue;
@@ -282,6 +333,18 @@ __global__ void __launch_bounds__(kThreads)
         }
         __syncwarp();
     }
+    if (p.k_scales != nullptr && !head.is_q()) {
+        int largest = 0;
+        for (int i = lane; i < p.head_dim; i += kWarpSize) largest = max(largest, size_bits(x[i]));
+        const int scale = scale_of(group_largest(largest, kWarpSize));
+        const CodeTarget target = code_target(p, head, p.slot_mapping[token]);
+        if (lane == 0) *target.scale = static_cast<uint8_t>(scale);
+        for (int i = lane; i < p.head_dim; i += kWarpSize) {
+            const float own[4] = {x[i]};
+            target.codes[i] = static_cast<uint8_t>(round_to_codes(own, scale));
+        }
+        return;
+    }
     for (int i = lane; i < p.head_dim; i += kWarpSize) to[i] = static_cast<T>(x[i]);
 }
 
@@ -316,7 +379,13 @@ void launch_heads(const RotaryWriteKvParams& p, int device, cudaStream_t stream)
     };
     if (is_fast) {
         const bool is_few = p.total_tokens * heads << shift <= kFewThreads;
-        return launch(is_few ? head_kernel<T, true> : head_kernel<T, false>, kThreads >> shift, 0);
+        const unsigned heads_at_once = kThreads >> shift;
+        if (p.k_scales != nullptr) {
+            const auto kernel = is_few ? head_kernel<T, true, true> : head_kernel<T, false, true>;
+            return launch(kernel, heads_at_once, 0);
+        }
+        const auto kernel = is_few ? head_kernel<T, true, false> : head_kernel<T, false, false>;
+        return launch(kernel, heads_at_once, 0);
     }
     const int smem_bytes = kThreads / kWarpSize * p.head_dim * static_cast<int>(sizeof(float));
     allow_smem(any_head_kernel<T>, smem_bytes);
@@ -328,6 +397,10 @@ void launch_heads(const RotaryWriteKvParams& p, int device, cudaStream_t stream)
 void rotary_write_kv(const RotaryWriteKvParams& p, const Launch& launch) {
     if ((p.q_norm == nullptr) != (p.k_norm == nullptr) && p.num_kv_heads > 0 && p.num_heads > 0) {
         throw std::invalid_argument("rotary_write_kv needs q_norm and k_norm, or neither");
+    }
+    if ((p.k_scales == nullptr) != (p.v_scales == nullptr) ||
+        (p.k_scales != nullptr && (p.k_cache == nullptr || p.page_size <= 0))) {
+        throw std::invalid_argument("rotary_write_kv needs a cache and both scales, or none");
     }
     if (p.total_tokens == 0 || p.head_dim == 0 || p.num_heads + p.num_kv_heads == 0) return;
     const DeviceGuard guard(launch.device);

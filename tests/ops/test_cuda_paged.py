@@ -6,12 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from captured import captured
+from exact_rotary import turn
 from paged_steps import Step, assert_exact, make_step
 from pairwise import pairwise
 from torch import Tensor
 
-from bytetx.ops.paged import paged_attention, write_kv
+from bytetx.ops.kv_codes import NAN_SCALE, quantize_kv, restore_kv
+from bytetx.ops.paged import PAGED_ATTENTION, PagedCalls, paged_attention, write_kv
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
+from bytetx.ops.rotary_kv import rotary_write_kv
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +68,8 @@ class Inputs:
         return paged_attention(self.q, self.k_cache, self.v_cache, **self.lengths, **options)
 
     def plan(self, *, window: int = 0) -> PagedPlan:
-        lengths = {k: v for k, v in self.lengths.items() if k != "page_table"}
+        others = ("page_table", "k_scales", "v_scales")
+        lengths = {k: v for k, v in self.lengths.items() if k not in others}
         heads = {"num_heads": self.q.shape[1], "num_kv_heads": self.k_cache.shape[2]}
         sizes = {"total_tokens": self.q.shape[0], "head_dim": self.q.shape[2]}
         plan = plan_paged_attention(**lengths, **heads, **sizes, window=window)
@@ -453,3 +457,111 @@ def test_settled_tables_change_no_bit() -> None:
     plan, expected = inputs.plan(), inputs.attend()
     for early_read in EarlyRead:
         assert torch.equal(inputs.attend(plan=plan, early_read=early_read), expected)
+
+
+# ---- pages of E4M3 codes
+
+
+@pairwise(
+    {
+        "heads": [(4, 4), (6, 3), (6, 2), (8, 1), (16, 1), (20, 1), (48, 2)],
+        "head_dim": [16, 48, 64, 80, 128],
+        "batches": [pytest.param(1, id="clusters"), pytest.param(7, id="items")],
+        "page_size": [16, 64, 8],
+        "window": [0, 37],
+        "lengths": [pytest.param(DECODE, id="decode"), pytest.param(MIXED, id="mixed")],
+    }
+)
+def test_codes(
+    heads: tuple[int, int],
+    head_dim: int,
+    batches: int,
+    page_size: int,
+    window: int,
+    lengths: list,
+    dtype: torch.dtype,
+) -> None:
+    options = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
+    options |= {"page_size": page_size, "has_codes": True, "dtype": dtype}
+    check([*lengths, (1, 5000)] * batches, window=window, **options)
+
+
+@pytest.mark.parametrize("batches", [1, 7], ids=["clusters", "items"])
+@pytest.mark.parametrize("window", [0, 300])
+def test_codes_of_256_features(batches: int, window: int, dtype: torch.dtype) -> None:
+    heads = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 256}
+    check([*DECODE, (1, 5000)] * batches, window=window, dtype=dtype, has_codes=True, **heads)
+
+
+@pytest.mark.parametrize("batches", [1, 7], ids=["clusters", "items"])
+def test_changed_scores_of_codes(batches: int, dtype: torch.dtype) -> None:
+    slopes = torch.tensor([0.5, 0.25, 0.03, 0.004, 0.0005, 0.0]).cuda()
+    heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 128, "has_codes": True}
+    for window in (0, 100):
+        options = {"softcap": 2.0, "alibi_slopes": slopes, "window": window, "dtype": dtype}
+        check([*DECODE, (0, 7), (1, 5000)] * batches, **options, **heads)
+
+
+@pytest.mark.parametrize("num_mates", [6, 70, 300])
+def test_codes_have_the_same_bits_split_and_whole(num_mates: int) -> None:
+    lengths = [(1, keys) for keys in (1025, 2048, 4097, 9000, 20_000, 6000)]
+    heads = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "has_codes": True}
+    step, inputs = make(lengths, **heads)
+    repeat_last(inputs, num_mates)
+    whole = inputs.attend()[: len(lengths)]
+    assert_exact(whole, step)
+    inputs.lengths["kv_seqlens"][len(lengths) - 1 :] = 1
+    assert torch.equal(inputs.attend()[: len(lengths) - 1], whole[:-1])
+
+
+def test_codes_take_the_native_kernel_for_decode_rows_alone() -> None:
+    device = torch.device("cuda")
+    calls = PagedCalls(torch.bfloat16, 16, 8, 128, page_size=16, has_codes=True)
+    assert PAGED_ATTENTION.choose(device, calls).name == "native"
+    for other in ({"decodes": False}, {"page_size": 8}, {"head_dim": 40}):
+        assert PAGED_ATTENTION.choose(device, calls._replace(**other)).name != "native"
+
+
+@pytest.mark.parametrize("num_tokens", [5, 3000])
+@pytest.mark.parametrize("head_dim", [24, 64, 128, 256])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_written_codes(head_dim: int, num_tokens: int, has_norms: bool, dtype: torch.dtype) -> None:
+    """Those of values are the reference's; keys are rounded once, behind norm and rotation."""
+    qkv = torch.randn(num_tokens, 8, head_dim, dtype=dtype, device="cuda")
+    qkv *= torch.logspace(-5, 3, num_tokens, device="cuda")[:, None, None].to(dtype)
+    q, k, v = qkv.split([4, 2, 2], dim=1)
+    v[1, 0, 3], v[2, 1] = torch.inf, 0.0
+    angles = torch.rand(99, head_dim // 2, device="cuda")
+    positions = torch.randint(99, (num_tokens,), device="cuda").int()
+    norms = [torch.rand(head_dim, device="cuda").to(dtype) for _ in range(2)] * has_norms
+    norms = norms or [None, None]
+    num_pages = num_tokens // 16 + 2
+    slots = torch.randperm(num_pages * 16, device="cuda")[:num_tokens].int()
+    slots[3] = -1
+    keys = k.double()
+    if has_norms:
+        keys /= (keys.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        keys *= norms[1].double()
+    exact = turn(keys, angles.cos(), angles.sin(), positions, False)
+    values = v.clone()
+    pages = torch.full((2, num_pages, 16, 2, head_dim), 9, dtype=torch.uint8, device="cuda")
+    scales = torch.full((2, num_pages, 2, 16), 9, dtype=torch.uint8, device="cuda")
+    rotary_write_kv(
+        *(q, k, v, angles.cos(), angles.sin(), positions, pages[0], pages[1], slots),
+        **{"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-6},
+        **{"k_scales": scales[0], "v_scales": scales[1]},
+    )
+    kept = slots >= 0
+    own = slots[kept].long()
+    codes = pages.flatten(1, 2)[:, own]
+    exponents = scales.transpose(2, 3).flatten(1, 2)[:, own]
+    expected, expected_scales = quantize_kv(values[kept])
+    assert torch.equal(exponents[1], expected_scales)
+    finite = expected_scales != NAN_SCALE
+    assert torch.equal(codes[1][finite], expected[finite])
+    largest = exact[kept].abs().amax(-1, keepdim=True)
+    error = (restore_kv(codes[0], exponents[0]).double() - exact[kept]).abs()
+    assert (error <= 1.01 * (2.0**-4 * exact[kept].abs() + 2.0**-17 * largest) + 1e-9).all()
+    others = torch.ones(num_pages * 16, dtype=torch.bool, device="cuda")
+    others[own] = False
+    assert (pages.flatten(1, 2)[:, others] == 9).all()
