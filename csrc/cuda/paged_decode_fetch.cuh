@@ -31,7 +31,7 @@ struct Fetcher {
     int half, lane, total;
     bool has_waited;  // for the kernel before
     RingIndex<C::kStages> stage;
-    int num_fetched = 0;  // steps
+    int num_fetched = 0;  // stages
     int64_t row_bytes;    // bytes of all key heads
     int lane_bytes;       // 16, or 0 in the padding of a head
     // Byte offsets, from the first key of a step whose keys are neighbours, of the lane's pieces.
@@ -86,12 +86,16 @@ struct Fetcher {
                keys.kv_head * p.head_dim * C::kKeyBytes;
     }
 
-    // A step's scales, one lane's copy: its keys are neighbours in a page. Those of keys that no
-    // row sees may be anything.
-    __device__ void copy_scales(const KeyRange& keys, int key, int page, uint32_t address) const {
-        const int in_page = key & ((1 << p.page_shift) - 1);
+    // The scales of a stage, a step a lane, which has its page: its keys are neighbours there.
+    // Those of keys that no row sees may be anything.
+    __device__ void copy_scales(const KeyRange& keys, int key, int page, int steps,
+                                uint32_t address) const {
+        const int in_page = (key + lane * kStepKeys) & ((1 << p.page_shift) - 1);
         const int64_t row = int64_t{page} * p.num_kv_heads + keys.kv_head;
-        if (lane == 0) copy_or_zero(address, scales + (row << p.page_shift) + in_page, 16);
+        if (lane < steps) {
+            copy_or_zero(address + lane * C::kHalfBytes, scales + (row << p.page_shift) + in_page,
+                         16);
+        }
     }
 
     // Copies of a step's rows where they lie anywhere, or no row sees some of them: those become
@@ -121,25 +125,33 @@ struct Fetcher {
         const int64_t own_place = place(keys, key + lane * kStepKeys, page);
         const bool has_steps = 1 << p.page_shift >= kStepKeys;  // a page
         int64_t next = __shfl_sync(kFullMask, own_place, 0);
-        for (int i = 0; i < steps; ++i, key += kStepKeys) {
-            const uint8_t* first = cache + next;
-            next = __shfl_sync(kFullMask, own_place, (i + 1) % 32);  // on its way during the copies
-            if (p.early_read < 2 || num_fetched >= C::kStages || key + kStepKeys > keys.position) {
+        for (int i = 0; i < steps; i += C::kStageSteps) {
+            if (p.early_read < 2 || num_fetched >= C::kStages ||
+                key + C::kStageKeys > keys.position) {
                 wait_once();
             }
-            const auto address =
+            auto address =
                 static_cast<uint32_t>(__cvta_generic_to_shared(s.ring[stage.index][half]));
             Barrier::wait(&s.empty[stage.index][half], stage.phase ^ 1);
-            if (has_steps && key >= keys.first_visible && key + kStepKeys <= keys.end_key) {
-#pragma unroll
-                for (int j = 0; j < kCopies; ++j) {
-                    copy_or_zero(address + to[j], first + from[j], lane_bytes);
-                }
-            } else {
-                copy_rows(keys, key, __shfl_sync(kFullMask, page, i), address);
-            }
             if constexpr (C::kHasCodes) {
-                copy_scales(keys, key, __shfl_sync(kFullMask, page, i), address + C::kTileBytes);
+                copy_scales(keys, key, __shfl_sync(kFullMask, page, i + lane % C::kStageSteps),
+                            min(C::kStageSteps, steps - i), address + C::kTileBytes);
+            }
+#pragma unroll
+            for (int step = 0; step < C::kStageSteps; ++step, key += kStepKeys) {
+                if (step > 0 && i + step >= steps) continue;
+                const uint8_t* first = cache + next;
+                // On its way during the copies.
+                next = __shfl_sync(kFullMask, own_place, (i + step + 1) % 32);
+                if (has_steps && key >= keys.first_visible && key + kStepKeys <= keys.end_key) {
+#pragma unroll
+                    for (int j = 0; j < kCopies; ++j) {
+                        copy_or_zero(address + to[j], first + from[j], lane_bytes);
+                    }
+                } else {
+                    copy_rows(keys, key, __shfl_sync(kFullMask, page, i + step), address);
+                }
+                address += C::kHalfBytes;
             }
             arrive_with_copies(&s.full[stage.index][half]);
             stage.advance();

@@ -151,8 +151,8 @@ __device__ __forceinline__ void join(const DecodeParams& p, DecodeSmem<C>& s, in
         for (int first = item.first_key; first < item.end_key; first += item.chunk_keys) {
             Barrier::wait(&s.join_full, sums.phase);
             join_warps(p, s, staged, first, chunk++, first_warp, lane);
-            const int num_steps = num_steps_of(item.chunk_end(first) - first);
-            first_warp = (first_warp + num_steps) % kComputeWarps;
+            const int num_stages = C::num_stages(item.chunk_end(first) - first);
+            first_warp = (first_warp + num_stages) % kComputeWarps;
             Barrier::arrive(&s.join_empty);
             sums.advance();
         }

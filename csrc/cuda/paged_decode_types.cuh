@@ -65,12 +65,17 @@ struct DecodeTypes : KeyTypes<kHeadDim, kCodes> {
     static constexpr int kRows = 8 * kTiles;
     static constexpr int kTileBytes = kStepKeys * kDim * Keys::kKeyBytes;
     static constexpr int kHalfBytes = kTileBytes + Keys::kScaleBytes;
+    // Steps of a stage of the ring. One of codes has half the bytes, and would be bound by the
+    // instructions of the warps that fetch.
+    static constexpr int kStageSteps = kCodes ? 2 : 1;
+    static constexpr int kStageKeys = kStageSteps * kStepKeys;
     // Two CTAs an SM, 128 KB on their way at most: copies alone, in rings of this size, reach the
     // rate of a plain sum (238.8 us for 64 sequences of 4096 keys, 237.3); half of it takes 242.7.
     static constexpr int kMinCtas = ctas_per_sm(kTiles, kDim);
-    static constexpr int kStages = (kMinCtas == 1 ? 128 : 64) * 1024 / (2 * kTileBytes);
+    static constexpr int kStages =
+        (kMinCtas == 1 ? 128 : 64) * 1024 / (2 * kStageSteps * kTileBytes);
     static constexpr int kSumStride = kDim + 4;  // floats
-    // The steps of item after item go to the warps round-robin, and so does each stage to one warp:
+    // The stages of item after item go to the warps round-robin, and so does each one to one warp:
     // it never waits for a phase that is two ahead.
     static_assert(kStages % kComputeWarps == 0);
 
@@ -80,6 +85,9 @@ struct DecodeTypes : KeyTypes<kHeadDim, kCodes> {
     static __device__ __forceinline__ uint32_t q_offset(int row, int piece) {
         return piece_offset<kDim>(row, piece);
     }
+    static __device__ __forceinline__ int num_stages(int keys) {
+        return (keys + kStageKeys - 1) / kStageKeys;
+    }
 };
 
 // For few sequences: an SM's only CTA has all of the ring that fits. 16 sequences of 1024 keys take
@@ -87,7 +95,7 @@ struct DecodeTypes : KeyTypes<kHeadDim, kCodes> {
 template <typename T_, bool kCodes = false>
 struct AloneTypes : DecodeTypes<T_, 128, 1, kCodes> {
     static constexpr int kMinCtas = 1;
-    static constexpr int kStages = kCodes ? 40 : 20;
+    static constexpr int kStages = kCodes ? 40 / DecodeTypes<T_, 128, 1, kCodes>::kStageSteps : 20;
 };
 
 struct StagedItem {
@@ -97,7 +105,7 @@ struct StagedItem {
 
 template <typename C>
 struct DecodeSmem {
-    alignas(128) uint8_t ring[C::kStages][2][C::kHalfBytes];  // keys, values
+    alignas(128) uint8_t ring[C::kStages][2][C::kStageSteps * C::kHalfBytes];  // keys, values
     alignas(128) uint8_t q[kItemsAhead][C::kRows * C::kDim * 2];
     alignas(16) float join[kComputeWarps][C::kRows][C::kSumStride];
     SoftmaxState states[kComputeWarps][C::kRows];
