@@ -74,7 +74,7 @@ def load_heads(
         )
 
     def masked_lm() -> MaskedLMHead | None:
-        return load_masked_lm(spec, load, blocks=blocks)
+        return load_masked_lm(spec, load, word=transformer.embeddings.word, blocks=blocks)
 
     architecture = spec.architectures[0] if spec.architectures else ""
     heads_by_ending: dict[str, tuple[str, Callable[[], Heads]]] = {

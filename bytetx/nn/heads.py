@@ -268,11 +268,17 @@ def load_ranking(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | No
 
 
 def load_masked_lm(
-    spec: ModelSpec, load: TensorLoader, *, blocks: Blocks | None = None
+    spec: ModelSpec,
+    load: TensorLoader,
+    *,
+    word: torch.Tensor | None = None,
+    blocks: Blocks | None = None,
 ) -> MaskedLMHead | None:
     """The head of a ...ForMaskedLM checkpoint, or None where it has none.
 
     blocks: the transformer's; of a sharded vocabulary, only the local part is read.
+    word: the word embedding in use, whose memory a tied decoder shares that is not laid out for a
+    CPU, where this process has all of it; None: it is read again.
 
     The decoder is the saved one; where none is saved and the config ties them, the word embedding.
     """
@@ -294,6 +300,9 @@ def load_masked_lm(
     decoder_name = saved[0] if saved else spec.embeddings["word"]
     part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
     decoder_bias = None if head.bias is None else load.tensor(bias, shape[:1], part=part)
+    is_shared = not saved and word is not None and word.shape == shape
+    decoder = word if is_shared else load.tensor(decoder_name, shape, part=part)
+    assert decoder is not None
     second = None
     if head.second_dense is not None:
         sizes = (spec.embedding_size, head.inner_size)
@@ -307,7 +316,7 @@ def load_masked_lm(
         second_dense=second,
         activation=head.activation or "none",
         norm=_norm(spec, load, head, spec.embedding_size),
-        decoder=load.linear_from(load.tensor(decoder_name, shape, part=part), decoder_bias),
+        decoder=load.linear_from(decoder, decoder_bias),
         blocks=blocks,
     )
 

@@ -119,6 +119,17 @@ def test_masked_lm_with_a_decoder_of_its_own(family: str, tmp_path: Path) -> Non
     assert set(loaded.weights.unused()) <= {"cls.predictions.bias", "lm_head.bias"}
 
 
+@pytest.mark.parametrize("prepack", [True, False])
+def test_a_tied_decoder_is_the_word_table(prepack: bool, tmp_path: Path) -> None:
+    loaded = load(save(tiny_model("bert", "ForMaskedLM"), tmp_path), prepack=prepack)
+    word = loaded.transformer.embeddings.word
+    head = heads.load_masked_lm(loaded.spec, loaded.loader, word=word)
+    assert prepack or head.decoder.weight.data_ptr() == word.data_ptr()
+    again = heads.load_masked_lm(loaded.spec, loaded.loader)
+    rows = torch.randn(3, SIZES["hidden_size"])
+    assert torch.equal(head.forward(rows), again.forward(rows))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_checkpoint_has_no_other_head(family: str, tmp_path: Path) -> None:
     loaded = load(save(tiny_model(family), tmp_path))
