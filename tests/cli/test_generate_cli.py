@@ -43,6 +43,19 @@ def test_a_file_of_prompts(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None
     assert "weights" in ran.err and "(80 tokens)" in ran.err
 
 
+def test_keys_and_values_in_fp8(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    command = ("generate", "prompts.txt", "-m", folder, "--temperature", 0, "--max-tokens", 7)
+    ran = bytetx(*command, "--kv-cache-dtype", "fp8", "-o", "out.jsonl")
+    assert ran.code == 0, ran.err
+    model = api.load(folder, kv_cache_dtype="fp8")
+    wanted = model.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=7))
+    found = rows(tmp_path / "out.jsonl")
+    assert [row["text"] for row in found] == [answer.text for answer in wanted]
+    wrong = bytetx(*command, "--kv-cache-dtype", "int8")
+    assert wrong.code != 0 and "kv_cache_dtype must be auto" in wrong.err
+
+
 def test_options_of_the_chat_template(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
     chat = [{"role": "user", "content": "the fox"}, {"role": "assistant", "content": "is"}]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"text": chat}))

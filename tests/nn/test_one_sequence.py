@@ -11,7 +11,7 @@ from tiny_decoders import DECODERS
 
 from bytetx.checkpoint.layer_spec import LayerSpec
 from bytetx.nn.cpu_steps import CpuSteps
-from bytetx.nn.kv_cache import allocate_cache
+from bytetx.nn.kv_cache import KvCache, allocate_cache
 from bytetx.nn.one_sequence import OneSequence, step_weights
 from bytetx.nn.transformer import Transformer
 
@@ -22,7 +22,7 @@ PLAIN = {
 }
 
 
-def cache_of(transformer: Transformer) -> object:
+def cache_of(transformer: Transformer, *, has_codes: bool = False) -> KvCache:
     spec = transformer.spec
     return allocate_cache(
         num_layers=spec.num_layers,
@@ -31,6 +31,7 @@ def cache_of(transformer: Transformer) -> object:
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=torch.float32,
+        has_codes=has_codes,
     )
 
 
@@ -62,6 +63,16 @@ def test_batch_invariant_layers_run_as_before(tmp_path: Path) -> None:
     transformer = load(folder, prepack=False).transformer
     transformer.layers.batch_invariant = True
     assert step_weights(transformer, cache_of(transformer)) is None
+
+
+def test_pages_of_codes_run_as_before(tmp_path: Path) -> None:
+    """The kernels of whole layers, of one GPU and of a CPU, would read codes as numbers."""
+    folder = save_causal(tmp_path, "qwen3", intermediate_size=96)
+    transformer = load(folder, prepack=False).transformer
+    assert step_weights(transformer, cache_of(transformer)) is not None
+    assert step_weights(transformer, cache_of(transformer, has_codes=True)) is None
+    packed = load(folder).transformer
+    assert CpuSteps.of(packed, cache_of(packed, has_codes=True)) is None
 
 
 @dataclass(frozen=True, slots=True)
