@@ -66,6 +66,7 @@ def checkpoint_info(
         "pooling": list(sentence.pooling),
         "sentence_modules": [kind for kind, _ in sentence.modules],
         "prompts": dict(sentence.prompts),
+        "embedding_tasks": [] if checkpoint.tasks is None else list(checkpoint.tasks.adapters),
         "has_tokenizer": checkpoint.tokenizer is not None,
         "generation_defaults": checkpoint.generation.sampling.given(),
         "unused_tensors": list(checkpoint.unused_tensors),

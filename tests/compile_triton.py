@@ -163,6 +163,23 @@ def launch_mixers(x: Tensor, ends: Tensor) -> None:
         )
 
 
+def launch_low_rank(x: Tensor, total: int, width: int) -> None:
+    """Adapters of few rows and of many, of ranks that one kernel holds and that two take."""
+    bounds = np.array([0, 1, total - 1, total])
+    segments = RowSegments.of(np.array([0, 1, 0]), bounds)
+    for size, rank in ((16, 16), (16, 64), (128, 64), (128, 100)):
+        tiles = replace(tiles_on(x.device, segments, total), size=size)
+        for kind in (x.dtype, torch.float32):
+            d = torch.empty(total, 4 * width, dtype=kind)
+            _, add = triton_kernels.start_low_rank(
+                x.to(kind), tiles, d if kind == x.dtype else None, n=4 * width, max_rank=rank,
+                addresses=torch.zeros(2, 4, dtype=torch.int64),
+                ranges=torch.zeros(2, 24, 2, dtype=torch.int32), has_bias=kind == x.dtype,
+            )  # fmt: skip
+            if add is not None:
+                add(d)
+
+
 def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     """One call or more of each host function, at sizes of real models."""
     heads, width, total = 768 // head_dim, 768, 4 * mean_tokens
@@ -194,19 +211,7 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
                 is_gated=is_gated,
             )  # fmt: skip
         triton_kernels.grouped_rows(codes, factor, None, k=width, bits=bits, dtype=dtype)
-    bounds = np.array([0, 1, total - 1, total])
-    segments = RowSegments.of(np.array([0, 1, 0]), bounds)
-    for size, rank in ((16, 16), (16, 64), (128, 64), (128, 100)):
-        tiles = replace(tiles_on(x.device, segments, total), size=size)
-        for kind in (dtype, torch.float32):
-            d = torch.empty(total, 4 * width, dtype=kind)
-            _, add = triton_kernels.start_low_rank(
-                x.to(kind), tiles, d if kind == dtype else None, n=4 * width, max_rank=rank,
-                addresses=torch.zeros(2, 4, dtype=torch.int64),
-                ranges=torch.zeros(2, 24, 2, dtype=torch.int32), has_bias=kind == dtype,
-            )  # fmt: skip
-            if add is not None:
-                add(d)
+    launch_low_rank(x, total, width)
     triton_kernels.gate_rows(x, width // 2, block=32, activation="silu")
     cos = torch.empty(99, head_dim // 2)
     triton_kernels.rotary(q, cos, cos, ids, is_interleaved=False)

@@ -27,7 +27,7 @@ from bytetx.ops.low_rank import LowRankChange
 from bytetx.ops.weight import Weight
 from bytetx.runtime.faults import is_out_of_memory
 
-_ROW_MULTIPLE = 16  # of the columns of word_rows, for loads of whole vectors
+_ROW_MULTIPLE = 16  # the columns of word_rows are a multiple, for loads of whole vectors
 _MERGE = "merge it into the base model (peft's merge_and_unload, then save_pretrained)"
 
 

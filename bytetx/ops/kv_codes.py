@@ -11,7 +11,7 @@ from torch import Tensor
 # Exponents of scales as they are stored. Codes times the largest fit f16; what is beyond 57 344 is
 # cut off there. A vector with a number that is not finite has the scale NaN.
 LEAST_SCALE, LARGEST_SCALE, NAN_SCALE = 105, 134, 255
-MAX_RELATIVE_ERROR = 2.0**-4  # of a number that is at least 2^-14 of its vector's largest
+MAX_RELATIVE_ERROR = 2.0**-4  # where a number is at least 2^-14 of its vector's largest
 _LARGEST_CODE = 448.0
 _E4M3 = torch.float8_e4m3fn
 

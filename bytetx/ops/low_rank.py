@@ -221,7 +221,7 @@ def start_low_rank(
     tiles: RowTiles | None = None,
     residual: Tensor | None = None,
 ) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
-    """What a layer's product of these rows adds, and what then adds to the product in place.
+    """(the residual of a layer's product of these rows, a function that then adds to it in place)
 
     Of few rows a GPU gives a new residual that holds the change of each segment's owner; otherwise
     the residual is the one given, and the second result adds the changes. Ranks may differ.
@@ -267,7 +267,7 @@ def _run_native(
     tiles: RowTiles | None,
     residual: Tensor | None,
 ) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
-    """Of few rows; of many the Triton kernel is as near to the memory's rate."""
+    """Few rows; the Triton kernel takes many as near to the memory's rate."""
     (m, k), n = x.shape, changes.n
     tiles = tiles_on(x.device, segments, m) if tiles is None else tiles
     fits = tiles.size == _TILE_SIZES[0] and changes.max_rank <= _NATIVE_RANK

@@ -11,13 +11,16 @@ from starlette.types import ASGIApp
 import bytetx
 from bytetx.serve import (
     routes_adapters,
+    routes_cohere,
     routes_decide,
     routes_generate,
     routes_openai,
     routes_ops,
     routes_tasks,
     routes_tei,
+    routes_vllm,
     schemas,
+    schemas_pooling,
 )
 from bytetx.serve.errors import style_of
 from bytetx.serve.gateway import DOCS_FILES, AccessLog, Gateway, Route
@@ -96,6 +99,12 @@ ROUTES: Mapping[tuple[str, str], Route] = dict(
         _post("/v1/embeddings", routes_openai.embeddings, schemas.EmbeddingsRequest),
         _post("/v1/rerank", routes_openai.rerank_v1, schemas.OpenAIRerankRequest),
         _post("/v2/rerank", routes_openai.rerank_v2, schemas.OpenAIRerankRequest),
+        _post("/v1/embed", routes_cohere.embed_v1, schemas_pooling.CohereEmbedRequest),
+        _post("/v2/embed", routes_cohere.embed_v2, schemas_pooling.CohereEmbedRequest),
+        _post("/score", routes_vllm.score, schemas_pooling.ScoreRequest),
+        _post("/v1/score", routes_vllm.score, schemas_pooling.ScoreRequest),
+        _post("/classify", routes_vllm.classify, schemas_pooling.ClassifyRequest),
+        _post("/pooling", routes_vllm.pooling, schemas_pooling.PoolRequest),
         _post("/v1/systemone", routes_decide.systemone, schemas.SystemOneRequest),
         _post("/v1/decisions", routes_decide.decisions, schemas.DecisionsRequest),
         _post("/v1/completions", routes_generate.completions, schemas.CompletionRequest),
@@ -157,7 +166,7 @@ def _document(app: FastAPI, method: str, path: str, route: Route) -> None:
         summary=(route.endpoint.__doc__ or "").strip().split("\n\n")[0].replace("\n    ", " "),
         responses=responses,
         openapi_extra=extra or None,
-        tags=["OpenAI, Cohere" if is_openai else "TEI" if route.is_limited else "Operation"],
+        tags=["OpenAI, Cohere, vLLM" if is_openai else "TEI" if route.is_limited else "Operation"],
     )
 
 

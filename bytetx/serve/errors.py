@@ -45,6 +45,7 @@ KINDS = {
     "method": Kind(405, "validation", 405, "invalid_request_error"),
     "timeout": Kind(408, "backend", 408, "timeout_error"),
 }
+_OPENAI_PATHS = ("/embeddings", "/score", "/classify", "/pooling")
 _CODES = {"overloaded": "rate_limit_exceeded", "unauthorized": "invalid_api_key"}
 
 
@@ -101,8 +102,8 @@ class ServeError(Exception):
 
 
 def style_of(path: str) -> Style:
-    """The clients of OpenAI and Cohere read other errors than those of TEI."""
-    is_openai = path.startswith(("/v1/", "/v2/")) or path == "/embeddings"
+    """The clients of OpenAI, Cohere and vLLM read other errors than those of TEI."""
+    is_openai = path.startswith(("/v1/", "/v2/")) or path in _OPENAI_PATHS
     return "openai" if is_openai else "tei"
 
 

@@ -1,9 +1,7 @@
 """OpenAI's embeddings and models, and reranking as Cohere and Jina name it."""
 
-import base64
 from typing import Any
 
-import numpy as np
 from starlette.responses import Response
 
 from bytetx.serve.answers import (
@@ -19,6 +17,7 @@ from bytetx.serve.gateway import Exchange
 from bytetx.serve.routes_tei import normalize_option, prompt_options, truncates
 from bytetx.serve.schemas import EmbeddingsRequest, OpenAIRerankRequest
 from bytetx.serve.site import need_task
+from bytetx.serve.vector_types import as_type
 
 
 async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
@@ -37,7 +36,7 @@ async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
         **prompt_options(exchange, body.prompt_name, task=body.task),
     )
     vectors = outcome.arrays[0]
-    rows = _base64_rows(vectors) if body.encoding_format == "base64" else vectors
+    rows = as_type(vectors, body.encoding_format)
     num_tokens = outcome.timings.num_tokens
     content = {
         "object": "list",
@@ -49,10 +48,6 @@ async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
     return json_answer(exchange, content, num_characters=count_characters(body.input))
-
-
-def _base64_rows(vectors: np.ndarray) -> list[str]:
-    return [base64.b64encode(row).decode() for row in vectors.astype("<f4", copy=False)]
 
 
 async def rerank_v1(body: OpenAIRerankRequest, exchange: Exchange) -> Response:

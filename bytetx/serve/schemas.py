@@ -394,7 +394,7 @@ class Request(Fields):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
 
-class _OpenRequest(Fields):
+class OpenRequest(Fields):
     """A body of OpenAI's or Cohere's routes."""
 
     refuses_unknown: ClassVar[bool] = False
@@ -416,7 +416,7 @@ _State = str | dict[str, Any] | list[Any]
 _Questions = Annotated[dict[str, Any], Field(min_length=1, max_length=MAX_QUESTIONS)]
 
 
-class SystemOneRequest(_OpenRequest):
+class SystemOneRequest(OpenRequest):
     state: _State = Field(description="What the questions are about: any JSON.")
     questions: _Questions = Field(
         description='By name: {"type": "noul", "choice" or "score", "instructions", "criteria"}.'
@@ -425,7 +425,7 @@ class SystemOneRequest(_OpenRequest):
     model: str | None = Field(None, description="A served model; the first one.")
 
 
-class DecisionsRequest(_OpenRequest):
+class DecisionsRequest(OpenRequest):
     input: str | _List[dict[str, Any]] | None = Field(None, description="A text, or messages.")
     questions: Annotated[_List[dict[str, Any]], Field(max_length=MAX_QUESTIONS)] | _Questions = (
         Field(description='{"type": "predicate", "choice" or "score", "name", "instructions", ...}')
@@ -454,7 +454,7 @@ class LoadAdapterRequest(UnloadAdapterRequest):
 
 
 # Of all texts, or of each.
-_Task = str | _List[str | None]
+TaskName = str | _List[str | None]
 
 
 class EmbedRequest(_TeiRequest):
@@ -462,7 +462,7 @@ class EmbedRequest(_TeiRequest):
     normalize: OrNull[bool] = Field(True, description="Scale vectors to length 1.")
     dimensions: Annotated[int, Field(ge=1)] | None = None
     prompt_name: str | None = None
-    task: _Task | None = Field(None, description="Not TEI's: as of Model.embed.")
+    task: TaskName | None = Field(None, description="Not TEI's: as of Model.embed.")
 
 
 class EmbedAllRequest(_TeiRequest):
@@ -473,7 +473,7 @@ class EmbedAllRequest(_TeiRequest):
 class EmbedSparseRequest(_TeiRequest):
     inputs: Texts
     prompt_name: str | None = None
-    task: _Task | None = Field(None, description="Not TEI's: as of Model.embed_sparse.")
+    task: TaskName | None = Field(None, description="Not TEI's: as of Model.embed_sparse.")
 
 
 class PredictRequest(_TeiRequest):
@@ -538,7 +538,7 @@ class SimilarityInput(Request):
 
 class SimilarityParameters(_TeiRequest):
     prompt_name: str | None = None
-    task: _Task | None = Field(None, description="Not TEI's: as of Model.embed.")
+    task: TaskName | None = Field(None, description="Not TEI's: as of Model.embed.")
 
 
 class SimilarityRequest(Request):
@@ -567,7 +567,7 @@ class VertexRequest(Request):
     instances: list[dict[str, Any]]
 
 
-class EmbeddingsRequest(_OpenRequest):
+class EmbeddingsRequest(OpenRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (True,),
         "embed_dtype": ("float32",),
@@ -590,11 +590,11 @@ class EmbeddingsRequest(_OpenRequest):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
     prompt_name: str | None = Field(None, description="Not OpenAI's: a prompt of the checkpoint.")
-    task: _Task | None = Field(None, description="Not OpenAI's: as of Model.embed.")
+    task: TaskName | None = Field(None, description="Not OpenAI's: as of Model.embed.")
     truncate: bool | None = Field(None, description="Not OpenAI's: as /embed's.")
 
 
-class OpenAIRerankRequest(_OpenRequest):
+class OpenAIRerankRequest(OpenRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "max_chunks_per_doc": (),
         "max_tokens_per_doc": (),
@@ -614,7 +614,7 @@ class OpenAIRerankRequest(_OpenRequest):
     instruction: str | None = Field(None, description="Not Cohere's: as /rerank's.")
 
 
-class StreamOptions(_OpenRequest):
+class StreamOptions(OpenRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "continuous_usage_stats": (False,),
         "include_obfuscation": ANY_VALUE,
@@ -622,7 +622,7 @@ class StreamOptions(_OpenRequest):
     include_usage: OrNull[bool] = False
 
 
-class _GenerationRequest(_OpenRequest):
+class _GenerationRequest(OpenRequest):
     """Fields that completions and chats share; top_k to stop_token_ids are vLLM's names."""
 
     model: str | None = None

@@ -111,7 +111,7 @@ class ListwiseTask:
 
 
 @dataclass(slots=True)
-class _Blocks:
+class _PromptBlocks:
     """The prompts of a call.
 
     prompts: token ids.  members: the documents of each, by index.  errors: of documents.
@@ -205,9 +205,9 @@ class _PromptMaker:
     marks: tuple[int, int]
     truncate: bool
 
-    def blocks(self, query: str, documents: Sequence[str], instruction: str) -> _Blocks:
+    def blocks(self, query: str, documents: Sequence[str], instruction: str) -> _PromptBlocks:
         """Raises InputError for a query, or an instruction, that cannot be in a prompt."""
-        found, window = _Blocks(), self.tokenizer.max_tokens
+        found, window = _PromptBlocks(), self.tokenizer.max_tokens
         instruction = _without_marks(instruction, "instruction")
         query, query_tokens, is_cut = self._fitted(
             _without_marks(query, "query"), "query", self.limits.query
@@ -253,7 +253,7 @@ class _PromptMaker:
 
     def _add(
         self,
-        found: _Blocks,
+        found: _PromptBlocks,
         block: list[int],
         render: Callable[[Sequence[str]], str],
         texts: dict[int, str],

@@ -33,7 +33,7 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kRows = 16;  // of a tile
+constexpr int kRows = 16;  // a tile's
 constexpr int kRun = 32;   // columns of x that a warp multiplies at once
 constexpr int kStep = 16;  // ranks that are multiplied at once
 constexpr int kMaxRank = 256;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 2) low_rank_kernel(const LowRankPara
                     }
                 }
             }
-            // What is multiplied next is on its way while the warps' sums meet.
+            // The next factors are on their way while the warps' sums meet.
             if (step + 1 < steps.end) {
                 load_a(step + 1, warp);
             } else {

@@ -31,6 +31,19 @@ def _pairs(field: str, **more: Any) -> Callable[[str], list[Body]]:
     ]
 
 
+def _scores(*models: str) -> Callable[[str], list[Body]]:
+    """A long text with short ones, which repeat it, and as many on both sides."""
+    return lambda text: [
+        body
+        for model in models
+        for body in (
+            {"text_1": text, "text_2": ["a"] * 32, "model": model},
+            {"text_1": "a", "text_2": _split(text), "model": model},
+            {"text_1": _split(text[::2]), "text_2": _split(text[::2]), "model": model},
+        )
+    ]
+
+
 def _ids(text: str) -> list[Body]:
     return [{"ids": [5] * (len(text) // 3)}, {"ids": [[5] * (len(text) // 96)] * 32}]
 
@@ -70,6 +83,15 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
         {"texts": ["a"] * 32, "schema": {"entities": _split(text)}, "model": "schemas"},
     ],
     "/rerank": _pairs("texts", model="reranker"),
+    "/v1/embed": _one_and_many("texts"),
+    "/v2/embed": _one_and_many("texts", embedding_types=["float", "int8", "binary"]),
+    "/score": _scores("embedder", "reranker"),
+    "/v1/score": _scores("reranker"),
+    "/classify": _one_and_many("input", model="classifier"),
+    "/pooling": lambda text: [
+        *_one_and_many("input")(text),
+        *_one_and_many("input", task="token_embed")(text),
+    ],
     "/similarity": lambda text: [
         {"inputs": {"source_sentence": text, "sentences": ["a"] * 31}},
         {"inputs": {"source_sentence": "a", "sentences": _split(text, 31)}},

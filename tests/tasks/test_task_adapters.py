@@ -254,7 +254,7 @@ def test_wrong_names_list_the_tasks(folders, tmp_path) -> None:
 
 
 def test_queries_and_documents_in_one_call(tmp_path) -> None:
-    """Of a checkpoint that has prompts, and no adapters."""
+    """A checkpoint that has prompts, and no adapters."""
     folder = save_checkpoint(tmp_path / "plain")
     settings = {"prompts": {"query": "find: ", "passage": "text: "}}
     add_sentence_files(folder, transformer="sentence_transformers.models.Transformer")
