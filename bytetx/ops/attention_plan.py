@@ -89,9 +89,10 @@ def plan_attention(
         made_for = (batch_size, total_tokens, causal, window, batch_invariant)
         return _plan_tree(tree, tables, head_dim, softcap, cu_seqlens.device, *made_for)
     if has_sinks or head_dim > MAX_HEAD_DIM or not has_planned_kernel(cu_seqlens.device):
-        if why_no_triton(cu_seqlens.device) is not None:
+        device = cu_seqlens.device
+        if device.type == "cpu" or why_no_triton(device) is not None:
             return None
-        bounds = triton_backend.kernels(cu_seqlens.device).sequence_bounds(cu_seqlens, total_tokens)
+        bounds = triton_backend.kernels(device).sequence_bounds(cu_seqlens, total_tokens)
         return AttentionPlan(bounds, 0, batch_size, total_tokens, causal, window)
     kernels = _kernels(cu_seqlens.device)
     # Wide tiles have no kernel that changes scores: a head_dim of 0 asks for narrow ones.
