@@ -111,6 +111,21 @@ _LFM2 = {key: value for key, value in _LLAMA.items() if key != "rms_norm_eps"} |
     "block_multiple_of": 24,
     "tie_word_embeddings": False,
 }
+_QWEN35 = _LLAMA | {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "max_position_embeddings": 192,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
 _BLOOM = {"hidden_size": 48, "n_layer": 3, "n_head": 4}
 _RW = {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}  # Falcon RW
 
@@ -212,6 +227,7 @@ DECODERS = {
         "Lfm2",
         _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
+    "qwen3_5": ("Qwen3_5Text", _QWEN35),
     "smollm3-layers": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layers": [0, 1, 1]}),
 }
 
@@ -220,6 +236,8 @@ def causal_class(name: str, head: str = "ForCausalLM") -> type:
     stem = DECODERS[name][0]
     if (stem, head) == ("Gemma3Text", "ForCausalLM"):
         stem = "Gemma3"
+    if stem == "Qwen3_5Text" and head == "ForCausalLM":
+        stem = "Qwen3_5"
     ending = "LMHeadModel" if (stem, head) == ("GPT2", "ForCausalLM") else head
     return getattr(transformers, stem + ending)
 
@@ -234,6 +252,8 @@ def tiny_decoder(name: str, head: str = "ForCausalLM", **config: object) -> nn.M
         for parameter_name, parameter in model.named_parameters():
             if "ln_" in parameter_name and parameter_name.endswith("weight"):
                 parameter += 1.0  # a norm's scale, which randomize knows by "norm" alone
+            if stem == "Qwen3_5Text" and parameter_name.endswith("norm.weight"):
+                parameter -= float("linear_attn" not in parameter_name)
             if stem.startswith("Gemma") and "norm" in parameter_name:
                 parameter -= 1.0  # its norms add one to their weights
     return model.eval()
@@ -275,6 +295,8 @@ class CachedRun:
             states = allocate_states(spec, len(ids) + 1, dtype=dtype, device=torch.device("cpu"))
             for state in states:
                 state.conv.fill_(torch.nan)
+                if state.memory is not None:
+                    state.memory.fill_(torch.nan)
             self.cache = replace(self.cache, states=states)
         # Sequences take their pages in turn, last page first: no two neighbours in memory.
         pages = [[len(ids) * p + i for p in reversed(range(pages_each))] for i in range(len(ids))]

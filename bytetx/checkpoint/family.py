@@ -106,7 +106,10 @@ _SECTIONS = {
         | {"experts_gate_up", "experts_down", "experts_gate_up_bias", "experts_down_bias"}
         | {"router_bias"},
     ),
-    "mixer_layer": ({"mixer_in", "conv", "mixer_out"}, set()),
+    "mixer_layer": (
+        {"mixer_in", "conv", "mixer_out"},
+        {"mixer_gate", "mixer_beta", "mixer_decay", "mixer_norm", "decay_log", "decay_bias"},
+    ),
     "final": ({"norm"}, {"project_out"}),
     "heads": (
         set(),

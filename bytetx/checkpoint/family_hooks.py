@@ -501,6 +501,20 @@ def openai_privacy_filter(values: Values, spec: ModelSpec) -> ModelSpec:
     return replace(_layers(spec, window=window and window + 1), experts=experts)
 
 
+def qwen3_5(values: Values, spec: ModelSpec) -> ModelSpec:
+    """Attended values have gates, whose rows are beside the queries'; one layer in so many has
+    attention where no list says it."""
+    spec = _layers(spec, gates_queries=True)
+    if values.read("layer_types") is not None:
+        return spec
+    period, num_layers = values.common_size("full_attention_interval"), spec.num_layers
+    kinds = [
+        "linear_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)
+    ]
+    mixer = read_mixer(values, spec.family_table, num_layers=num_layers, layer_types=kinds)
+    return _layers(spec, mixer=mixer)
+
+
 def qwen3_moe(values: Values, spec: ModelSpec) -> ModelSpec:
     """Experts have a size of their own, and some layers none."""
     if spec.experts is None:
@@ -557,6 +571,7 @@ _HOOKS: tuple[Hook, ...] = (
     neomme,
     openai_privacy_filter,
     opt,
+    qwen3_5,
     qwen3_moe,
     smollm3,
     ultrabert,

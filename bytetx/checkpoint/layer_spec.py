@@ -184,6 +184,7 @@ class LayerSpec:
     value_table: None where no layer adds values of the vocabulary.
     has_sinks: whether the softmax of a row's scores has one more, a number of each head.
     mixer: of the layers without attention; None where every layer has it.
+    gates_queries: whether rows of q are a head's queries and then as many gates of its result.
     """
 
     causal: bool
@@ -220,6 +221,7 @@ class LayerSpec:
     value_table: ValueTableSpec | None = None
     has_sinks: bool = False
     mixer: MixerSpec | None = None
+    gates_queries: bool = False
 
     def chooses_only(self, known: Collection[str]) -> bool:
         """Whether every choice that may be left out is left out, but those of these names.

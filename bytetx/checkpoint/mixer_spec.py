@@ -8,18 +8,39 @@ from bytetx.checkpoint.config import Values
 from bytetx.errors import CheckpointError
 
 # Keys of [mixer_layer] that are linear layers, and those that hold a convolution of each feature.
-MIXER_LINEARS = ("mixer_in", "mixer_out")
+MIXER_LINEARS = ("mixer_in", "mixer_gate", "mixer_beta", "mixer_decay", "mixer_out")
+# Whole names of tensors with a number for each head.
+MIXER_TENSORS = ("decay_log", "decay_bias")
 CONVOLUTIONS = ("conv",)
 # What layer_types calls the layers of each kind.
-LAYER_TYPES = {"short_conv": "conv"}
+LAYER_TYPES = {"short_conv": "conv", "delta_net": "linear_attention"}
 _ATTENTION = "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Heads of a gated delta net, and their features; see ops.delta_rule."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def k_features(self) -> int:
+        return self.num_k_heads * self.k_dim
+
+    @property
+    def v_features(self) -> int:
+        return self.num_v_heads * self.v_dim
 
 
 @dataclass(frozen=True, slots=True)
 class MixerSpec:
     """What some layers have in place of attention.
 
-    kind: short_conv, a gated convolution (ops.short_conv).  pattern: whether each layer has it.
+    kind: short_conv, a gated convolution (ops.short_conv); delta_net, a gated delta net, of delta.
+    pattern: whether each layer has it.
     conv_size: tokens that a feature's convolution reads, its own the last.
     layer: names of their tensors, with {i} for the layer.
     """
@@ -28,18 +49,29 @@ class MixerSpec:
     pattern: tuple[bool, ...]
     conv_size: int
     layer: Mapping[str, str]
+    delta: DeltaSpec | None = None
+
+    def parts(self, hidden_size: int) -> dict[str, int]:
+        """Outputs of the first linear layer, by the tensors that hold its rows, in their order."""
+        own = self.delta
+        if own is None:
+            return {"mixer_in": 3 * hidden_size}
+        sizes = (own.v_features, own.num_v_heads, own.num_v_heads)
+        gates = zip(("mixer_gate", "mixer_beta", "mixer_decay"), sizes, strict=True)
+        return {"mixer_in": self.conv_features(hidden_size), **dict(gates)}
 
     def in_features(self, hidden_size: int) -> int:
         """Outputs of the first linear layer."""
-        return 3 * hidden_size
+        return sum(self.parts(hidden_size).values())
 
     def mixed_features(self, hidden_size: int) -> int:
         """Inputs of the last linear layer."""
-        return hidden_size
+        return hidden_size if self.delta is None else self.delta.v_features
 
     def conv_features(self, hidden_size: int) -> int:
         """Features that the convolution reads."""
-        return hidden_size
+        own = self.delta
+        return hidden_size if own is None else 2 * own.k_features + own.v_features
 
 
 def read_mixer(
@@ -63,4 +95,16 @@ def read_mixer(
         )
     if not any(pattern):
         return None
-    return MixerSpec(kind, pattern, values.size("conv_size"), table["mixer_layer"])
+    delta = _read_delta(values) if kind == "delta_net" else None
+    return MixerSpec(kind, pattern, values.size("conv_size"), table["mixer_layer"], delta)
+
+
+def _read_delta(values: Values) -> DeltaSpec:
+    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    delta = DeltaSpec(*(values.common_size(f"linear_{key}") for key in keys))
+    if delta.num_v_heads % delta.num_k_heads:
+        raise CheckpointError(
+            f"config.json: linear_num_value_heads {delta.num_v_heads} is no multiple of "
+            f"linear_num_key_heads {delta.num_k_heads}"
+        )
+    return delta

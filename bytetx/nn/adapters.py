@@ -202,6 +202,11 @@ def _loaded(
     """more: changes of words, which `lora` does not have."""
     spec, transformer = checkpoint.spec, checkpoint.transformer
     word = transformer.embeddings.word
+    if spec.layer_spec.gates_queries:
+        raise CheckpointError(
+            f"{folder}: adapters of single texts are not for {spec.family}, whose queries have "
+            "gates beside them; load a folder of the model with the adapter in it, which merges it"
+        )
     try:
         reader = _ChangeReader(spec, lora, weights, dtype=word.dtype, device=word.device)
         changes = reader.changes(transformer.layers.weights, transformer.embeddings.project)
@@ -430,7 +435,9 @@ class _ChangeReader:
 
     def _qkv(self, names: Mapping[str, str]) -> _Change | None:
         if "mixer_in" in names:
-            return self._of(names, "mixer_in")
+            mixer = self._spec.layer_spec.mixer
+            assert mixer is not None  # a layer has it
+            return self._stacked(names, tuple(mixer.parts(self._spec.hidden_size)))
         if self._spec.layer_spec.qkv == "separate":
             return self._stacked(names, ("q", "k", "v"))
         found = self._of(names, "qkv")

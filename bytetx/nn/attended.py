@@ -38,8 +38,25 @@ class Attended:
         return gates.mul_(attended.flatten(1))
 
 
-def load_attended(spec: ModelSpec, load: TensorLoader, layer: int) -> Attended | None:
+@dataclass(frozen=True, slots=True)
+class OutputGate:
+    """o * sigmoid(gate(h)).  gate: hidden_size -> num_heads * head_dim."""
+
+    gate: LinearWeight
+
+    def run(self, attended: Tensor, v: Tensor, h: Tensor) -> Tensor:
+        """As of Attended."""
+        return linear(h, self.gate).sigmoid_().mul_(attended.flatten(1))
+
+
+def load_attended(spec: ModelSpec, load: TensorLoader, layer: int) -> Attended | OutputGate | None:
     """A layer's; None where attended values are projected as they are."""
+    if spec.layer_spec.gates_queries:
+        rows = spec.num_heads * spec.head_dim
+        name = f"{spec.layer_names(layer)['q']}.weight"
+        both = load.tensor(name, (2 * rows, spec.hidden_size))
+        gate = both.unflatten(0, (-1, 2, spec.head_dim))[:, 1].flatten(0, 1)
+        return OutputGate(load.linear_from(gate.contiguous(), None))
     own = spec.layer_spec.attended
     if own is None:
         return None

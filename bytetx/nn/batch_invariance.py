@@ -38,6 +38,9 @@ def check_batch_invariant(
     """
     check = _cpu_obstacle if device.type == "cpu" else _gpu_obstacle
     obstacle = check(spec, device, dtype, quantization)
+    mixer = spec.layer_spec.mixer
+    if mixer is not None and mixer.delta is not None:
+        obstacle = f"the delta nets of {spec.family}, whose products are torch's"
     if obstacle is None and has_adapters:
         obstacle = "checkpoints with an adapter for each task"
     if obstacle is None and device.type == "cuda":

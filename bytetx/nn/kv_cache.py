@@ -32,10 +32,15 @@ class LayerCache:
 class LayerState:
     """What a layer without attention remembers of each sequence, by the sequence's slot.
 
-    conv: [num_slots, taps - 1, channels], as of ops.short_conv.
+    conv: [num_slots, taps - 1, channels], as of ops.short_conv.  memory: as of ops.delta_rule.
     """
 
     conv: torch.Tensor
+    memory: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.conv.nbytes + (0 if self.memory is None else self.memory.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class KvCache:
     @property
     def num_bytes(self) -> int:
         """Memory of all pages and states of all layers."""
-        states = sum(state.conv.nbytes for state in self.states)
+        states = sum(state.num_bytes for state in self.states)
         return sum(layer.num_bytes for layer in self.layers) + states
 
     @property

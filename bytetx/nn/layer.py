@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bytetx.nn.attended import Attended
+from bytetx.nn.attended import Attended, OutputGate
 from bytetx.nn.mixers import Mixer
 from bytetx.ops.embedding import embed
 from bytetx.ops.experts import ExpertsWeight, run_experts
@@ -42,7 +42,7 @@ class LayerWeights:
     pos_q: Tensor | None = None
     # Values of the vocabulary's tokens, [vocab_size, num_kv_heads * head_dim].
     value_table: Tensor | None = None
-    attended: Attended | None = None
+    attended: Attended | OutputGate | None = None
     # f32 [num_heads]: a further score of each row of a head; see varlen_attention.
     sinks: Tensor | None = None
     mixer: Mixer | None = None

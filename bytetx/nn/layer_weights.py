@@ -13,7 +13,7 @@ from bytetx.checkpoint.layer_spec import (
     ExpertSpec,
     HeadSizes,
 )
-from bytetx.checkpoint.mixer_spec import MixerSpec
+from bytetx.checkpoint.mixer_spec import MIXER_TENSORS, MixerSpec
 from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import ModelSpec
@@ -128,7 +128,7 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
                 continue
             if "norm" in key and not layers.norm_scale:
                 continue
-            if key in HEAD_TENSORS:
+            if key in HEAD_TENSORS or key in MIXER_TENSORS:
                 yield name
                 continue
             if spec.experts is not None and key in spec.experts.layer:
@@ -320,10 +320,10 @@ class _LayerReader:
         half = DenseFeedForward(
             self._ffn_in(names), self.load.weight_from(*ffn_out), spec.activation
         )
-        first = self._tensors(names, "mixer_in", mixer.in_features(hidden), hidden)
+        first = [self._tensors(names, key, n, hidden) for key, n in mixer.parts(hidden).items()]
         last = self._tensors(names, "mixer_out", hidden, mixer.mixed_features(hidden))
         return LayerWeights(
-            qkv=self.load.weight_from(*first),
+            qkv=self.load.fused_linear(first),
             attn_out=self.load.weight_from(*last),
             attn_norm=norms["attn_norm"],
             ffn_norm=norms["ffn_norm"],
@@ -378,10 +378,16 @@ class _LayerReader:
             ("k", kv_rows, self.kv_heads),
             ("v", kv_rows, self.kv_heads),
         )
-        return [
+        parts = [
             self._tensors(names, key, n, spec.hidden_size, outputs=_ranges(local))
             for key, n, local in kinds
+            if key != "q" or not self.layer_spec.gates_queries  # which has rows of gates, too
         ]
+        if self.layer_spec.gates_queries:
+            both = self._tensors(names, "q", 2 * q_rows, spec.hidden_size)[0]
+            queries = both.unflatten(0, (-1, 2, own.head_dim))[:, 0].flatten(0, 1)
+            parts.insert(0, (queries, None))
+        return parts
 
     def _qkv(self, names: dict[str, str], parts: list[_Tensors]) -> Weight:
         """The linear layer of q, k and v; parts: _qkv_parts'."""

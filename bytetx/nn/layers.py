@@ -70,6 +70,11 @@ def _is_dense(layer: LayerWeights) -> bool:
     return is_dense and all(isinstance(w, LinearWeight) for w in matrices)
 
 
+def _captures(layer: LayerWeights) -> bool:
+    """Whether nothing in place of attention needs the sequence lengths of a step."""
+    return layer.mixer is None or layer.mixer.is_capturable
+
+
 def _cache_places(weights: Sequence[LayerWeights]) -> tuple[list[int], int]:
     """(each layer's place among those that remember alike, in pages or in a state; the number of
     states)"""
@@ -164,7 +169,7 @@ class Layers:
 
         So does disentangled attention in plain torch.
         """
-        if self.spec.experts is not None:
+        if self.spec.experts is not None or not all(map(_captures, self.weights)):
             return False
         if self.buckets is not None and not has_disentangled_kernel(self.buckets.device):
             return False
@@ -489,7 +494,7 @@ class Layers:
             assert past is not None  # _check has seen to it
             q = self._write_kv(q, k, v, layer, i, step, cache)
             q = q if step.growth is None else q * step.growth
-            return attend(
+            attended = attend(
                 q,
                 cache.k_cache,
                 cache.v_cache,
@@ -504,7 +509,12 @@ class Layers:
                 # The kernel right before this one is _write_kv's, which waits for those before it.
                 early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,
                 **options,
-            ).flatten(1)
+            )
+            return (
+                attended.flatten(1)
+                if layer.attended is None
+                else layer.attended.run(attended, v, h)
+            )
         if self._changes_heads[i] and not turns:
             q, k = self._rotate(q, k, layer, i, step)
         q = q if step.growth is None else q * step.growth

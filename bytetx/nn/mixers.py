@@ -5,18 +5,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from bytetx.checkpoint.mixer_spec import MixerSpec
+from bytetx.checkpoint.mixer_spec import DeltaSpec, MixerSpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.kv_cache import LayerState
 from bytetx.nn.tensors import TensorLoader
+from bytetx.ops.delta_rule import DeltaPast, gated_delta_rule, gated_norm
 from bytetx.ops.short_conv import ConvPast, short_conv
 from bytetx.packed import PackedBatch
 
 
 class Mixer(Protocol):
-    """Mixes the tokens of each sequence; a kind is a frozen dataclass with this method."""
+    """Mixes the tokens of each sequence; a kind is a frozen dataclass with these members.
+
+    is_capturable: whether it launches by sizes alone, as a CUDA graph needs.
+    """
+
+    @property
+    def is_capturable(self) -> bool: ...
 
     def mix(self, projected: Tensor, batch: PackedBatch, state: LayerState | None) -> Tensor:
         """[total_tokens, outputs of the first linear layer] -> [total_tokens, inputs of the last].
@@ -36,6 +44,10 @@ class ShortConvolution:
     weight: Tensor
     bias: Tensor | None
 
+    @property
+    def is_capturable(self) -> bool:
+        return True
+
     def mix(self, projected: Tensor, batch: PackedBatch, state: LayerState | None) -> Tensor:
         past = None
         if state is not None:
@@ -43,6 +55,48 @@ class ShortConvolution:
         return short_conv(
             projected, self.weight, self.bias, batch.cu_seqlens, is_gated=True, past=past
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """A gated delta net on projected rows (q, k and v; gates of the result; beta; decay).
+
+    conv: [channels, taps].  rates: f32 [num_v_heads], what decays are multiplied by, below 0.
+    decay_bias: f32 [num_v_heads].  norm: [v_dim], of the result.
+    """
+
+    spec: DeltaSpec
+    conv: Tensor
+    rates: Tensor
+    decay_bias: Tensor
+    norm: Tensor
+    eps: float
+
+    @property
+    def is_capturable(self) -> bool:
+        return False
+
+    def mix(self, projected: Tensor, batch: PackedBatch, state: LayerState | None) -> Tensor:
+        own, heads = self.spec, self.spec.num_v_heads
+        sizes = [len(self.conv), own.v_features, heads, heads]
+        qkv, gate, beta, decay = projected.split(sizes, dim=1)
+        past = memory = None
+        if state is not None:
+            past = conv_past(batch, state)
+            assert state.memory is not None  # allocate_states made it
+            memory = DeltaPast(state.memory, past.slots, past.kv_seqlens)
+        mixed = short_conv(qkv, self.conv, None, batch.cu_seqlens, has_silu=True, past=past)
+        q, k, v = mixed.split([own.k_features, own.k_features, own.v_features], dim=1)
+        out = gated_delta_rule(
+            q.unflatten(1, (-1, own.k_dim)),
+            k.unflatten(1, (-1, own.k_dim)),
+            v.unflatten(1, (-1, own.v_dim)),
+            F.softplus(decay.float() + self.decay_bias) * self.rates,
+            beta.sigmoid().float(),
+            batch.seqlens.numpy(),
+            past=memory,
+        )
+        return gated_norm(out, gate, self.norm, self.eps)
 
 
 def conv_past(batch: PackedBatch, state: LayerState) -> ConvPast:
@@ -60,7 +114,14 @@ def load_mixer(
     bias = None
     if "conv" in spec.layer_spec.biases:
         bias = load.tensor(f"{names['conv']}.bias", (channels,))
-    return ShortConvolution(weight[:, 0], bias)
+    own = mixer.delta
+    if own is None:
+        return ShortConvolution(weight[:, 0], bias)
+    log, decay_bias = (
+        load.tensor(names[key], (own.num_v_heads,)).float() for key in ("decay_log", "decay_bias")
+    )
+    norm = load.tensor(f"{names['mixer_norm']}.weight", (own.v_dim,))
+    return DeltaNet(own, weight[:, 0], -log.exp(), decay_bias, norm, spec.norm_eps)
 
 
 def state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -69,7 +130,9 @@ def state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     if mixer is None:
         return 0
     conv = (mixer.conv_size - 1) * mixer.conv_features(spec.hidden_size) * dtype.itemsize
-    return sum(mixer.pattern) * conv
+    own = mixer.delta
+    memory = 0 if own is None else 4 * own.num_v_heads * own.k_dim * own.v_dim
+    return sum(mixer.pattern) * (conv + memory)
 
 
 def allocate_states(
@@ -83,7 +146,13 @@ def allocate_states(
     if mixer is None:
         return ()
     shape = (num_slots, mixer.conv_size - 1, mixer.conv_features(spec.hidden_size))
-    return tuple(
-        LayerState(torch.zeros(shape, dtype=dtype, device=device))
-        for _ in range(sum(mixer.pattern))
-    )
+    own = mixer.delta
+
+    def state() -> LayerState:
+        conv = torch.zeros(shape, dtype=dtype, device=device)
+        if own is None:
+            return LayerState(conv)
+        sizes = (num_slots, own.num_v_heads, own.k_dim, own.v_dim)
+        return LayerState(conv, torch.zeros(sizes, device=device))
+
+    return tuple(state() for _ in range(sum(mixer.pattern)))

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_backend")]
 FAMILIES = [
     *("gpt2", "gptj", "gpt_neo", "gpt_neox", "opt", "qwen3-window"),
     *("olmo2", "granite", "falcon-groups", "falcon-alibi", "bloom", "gpt_bigcode"),
-    *("mixtral", "qwen3_moe", "gemma2", "gemma3", "lfm2", "lfm2-biases"),
+    *("mixtral", "qwen3_moe", "gemma2", "gemma3", "lfm2", "lfm2-biases", "qwen3_5"),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

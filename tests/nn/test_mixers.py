@@ -1,0 +1,88 @@
+"""Layers without attention: borders of chunks, batch mates, states, and what is refused by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lora_adapters import save_adapter
+from tiny import load, one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
+from tiny_decoders import CachedRun, expected, tiny_decoder
+
+import bytetx
+from bytetx.errors import CheckpointError, OptionError
+from bytetx.ops.delta_rule import CHUNK, gated_delta_rule
+
+BORDERS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 0, 2 * CHUNK + 5, 2, 190]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_texts_of_several_chunks(name: str, tmp_path: Path) -> None:
+    sizes = {"max_position_embeddings": 192}
+    model = tiny_decoder(name, "Model", **sizes)
+    loaded = load(save(model, tmp_path))
+    ids = random_ids(BORDERS)
+    ids[-1] = [7] * 190  # equal keys: powers of their products would overflow
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        if sequence:
+            assert (rows - expected(model, sequence).last_hidden_state[0]).abs().max() < 1e-4
+            assert (rows - loaded.rows([sequence])[0]).abs().max() < 1e-5
+
+
+def test_a_state_over_borders_of_chunks(tmp_path: Path) -> None:
+    loaded = load(save(tiny_decoder("qwen3_5", "Model"), tmp_path))
+    ids = random_ids([190, 66, 3])
+    cached, rows = CachedRun(loaded, page_size=16), [[] for _ in ids]
+    for counts in ([1, 65, 0], [64, 1, 1], [100, 0, 2], [25, 0, 0]):
+        for pieces, piece in zip(rows, cached.step(ids, counts), strict=True):
+            pieces.append(piece)
+    for pieces, wanted in zip(rows, loaded.rows(ids), strict=True):
+        assert (torch.cat(pieces) - wanted).abs().max() < 1e-4
+
+
+def test_a_delta_rule_of_float64() -> None:
+    """One token after the other, with heads of values that share those of keys."""
+    torch.manual_seed(0)
+    total, seqlens = 75, torch.tensor([70, 0, 5], dtype=torch.int32)
+    q, k = torch.randn(2, total + 3, 2, 12)
+    v, beta = torch.randn(total + 3, 4, 8), torch.rand(total + 3, 4)
+    decay = -torch.rand(total + 3, 4) * 3
+    for x in (q, k, v, beta, decay):
+        x[total:] = torch.nan  # padding
+    out = gated_delta_rule(q, k, v, decay, beta, seqlens.numpy())
+    assert not out[total:].any()
+    start = 0
+    for length in seqlens.tolist():
+        state = torch.zeros(4, 12, 8, dtype=torch.float64)
+        for t in range(start, start + length):
+            q_t, k_t = (x[t].double().repeat_interleave(2, 0) for x in (q, k))
+            q_t, k_t = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q_t, k_t))
+            state = state * decay[t].double().exp()[:, None, None]
+            change = v[t].double() - (state * k_t[..., None]).sum(1)
+            state = state + k_t[..., None] * (beta[t].double()[:, None] * change)[:, None]
+            right = (state * q_t[..., None]).sum(1) * 12**-0.5
+            assert (out[t] - right).abs().max() < 1e-5
+        start += length
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_what_is_refused(name: str, tmp_path: Path) -> None:
+    folder = save(tiny_decoder(name), tmp_path)
+    model = bytetx.load(folder)
+    with pytest.raises(OptionError, match="cannot undo a rejected guess"):
+        model.generate([[5, 6]], num_speculative_tokens=2)
+    with pytest.raises(OptionError, match="layers without attention"):
+        bytetx.load(folder, dtype="fp8")
+    with pytest.raises(bytetx.errors.BytetxError, match="layers with attention alone"):
+        bytetx.load(folder, tp=2)
+    if name == "qwen3_5":
+        save_adapter(folder, tmp_path / "a", target_modules=["down_proj"])
+        with pytest.raises(CheckpointError, match="whose queries have gates"):
+            bytetx.load(folder, adapters={"a": tmp_path / "a"})
+        with pytest.raises(OptionError, match="delta nets"):
+            bytetx.load(folder, batch_invariant=True)
+
+
+def test_no_layer_with_attention_is_refused(tmp_path: Path) -> None:
+    folder = save(tiny_decoder("lfm2", layer_types=["conv"] * 3), tmp_path)
+    with pytest.raises(CheckpointError, match="at least one must be 'full_attention'"):
+        bytetx.load(folder)
