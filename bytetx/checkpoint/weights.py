@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from bytetx.checkpoint.files import GLINER_SAVE, is_gliner
+from bytetx.checkpoint.files import GLINER, GLINER2
 from bytetx.checkpoint.gguf.file import GGUF_SUFFIX, read_gguf
 from bytetx.checkpoint.gguf.tensors import named_tensors
+from bytetx.checkpoint.pickled import LoadedTensor, read_pickled
 from bytetx.checkpoint.quantized_tensors import decode_quantized
 from bytetx.checkpoint.saved_tensor import (
     RAW_DTYPES,
@@ -37,6 +38,7 @@ _MAX_SHARDS = 4096
 _MAX_DIMS = 16  # weights have 4 at most
 
 _INDEX = "model.safetensors.index.json"
+_PICKLED = "pytorch_model.bin"
 
 # Layer norms of checkpoints converted from TensorFlow carry their old parameter names.
 # A weight beside the adapters of Jina embeddings v3's tasks carries that of torch's parametrize.
@@ -76,8 +78,14 @@ class Weights(Mapping[str, torch.Tensor]):
         on_tensor: called before each tensor is read; what it raises ends the reading.
         """
         paths, more = weight_files(folder, spec), [folder / name for name in beside]
-        self._saved: Mapping[str, StoredTensor]
-        if paths[0].suffix == GGUF_SUFFIX:
+        self._saved: Mapping[str, StoredTensor | LoadedTensor]
+        if paths[0].name == _PICKLED:
+            tensors = read_pickled(paths[0], safe_name="model.safetensors")
+            self._saved = {
+                canonical_name(name, spec.prefixes): LoadedTensor(paths[0], name, tensor)
+                for name, tensor in tensors.items()
+            }
+        elif paths[0].suffix == GGUF_SUFFIX:
             self._saved = {**named_tensors(read_gguf(paths), spec), **_safetensors(more, spec)}
         elif not spec.num_layers:
             self._saved = as_floats(_safetensors(paths, spec))
@@ -153,7 +161,7 @@ class Weights(Mapping[str, torch.Tensor]):
             )
         return saved
 
-    def stored(self, name: str) -> StoredTensor | None:
+    def stored(self, name: str) -> StoredTensor | LoadedTensor | None:
         """How a tensor is stored; it then counts as used.  None where something is added to it."""
         if self._on_tensor is not None:
             self._on_tensor()
@@ -376,6 +384,8 @@ def weight_files(folder: Path, spec: ModelSpec) -> list[Path]:
     if not (folder / _INDEX).is_file():
         if gguf := sorted(folder.glob(f"*{GGUF_SUFFIX}")):
             return [path.resolve() for path in gguf]
+        if spec.architectures in ((GLINER,), (GLINER2,)) and (folder / _PICKLED).is_file():
+            return [folder / _PICKLED]  # what their packages write unless they are told otherwise
         raise CheckpointError(_no_weights(folder, spec))
     names = sorted(set(_weight_map(folder).values()))
     if len(names) > _MAX_SHARDS:
@@ -434,8 +444,8 @@ def _no_weights(folder: Path, spec: ModelSpec) -> str:
         return f"{folder} has no model.safetensors (nor {_INDEX}); it has: {found or 'nothing'}"
     name = next((name for name in spec.architectures if name.isidentifier()), "AutoModel")
     code = f"import transformers as t; t.{name}.from_pretrained('.').save_pretrained('.')"
-    command = GLINER_SAVE if is_gliner(folder) else f'python -c "{code}"'
     return (
         f"{folder} has pickle weights ({', '.join(sorted(pickles)[:3])}), which can run code when "
-        f"opened and are refused; if you trust them, convert them once, in that folder: {command}"
+        f"opened and are refused; if you trust them, convert them once, in that folder: "
+        f'python -c "{code}"'
     )

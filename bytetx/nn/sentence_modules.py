@@ -22,6 +22,7 @@ from bytetx.checkpoint.files import (
 )
 from bytetx.checkpoint.logit_score import LogitScoreSpec, read_logit_score
 from bytetx.checkpoint.multi_vector import MultiVectorSpec, load_multi_vector_spec
+from bytetx.checkpoint.pickled import read_pickled
 from bytetx.checkpoint.router import RouterSpec, read_router
 from bytetx.checkpoint.sentence_files import (
     AUTO_ENCODER,
@@ -41,7 +42,6 @@ from bytetx.checkpoint.static_embedding import StaticSpec, read_model2vec
 from bytetx.checkpoint.weights import read_header
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.splade import POOLING_STRATEGIES, SPARSE_ACTIVATIONS, SpladeSpec
-from bytetx.nn.token_heads import read_pickled
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES, pool

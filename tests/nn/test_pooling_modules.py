@@ -28,9 +28,9 @@ from tiny import one_thread  # noqa: F401  (autouse)
 from torch import nn
 
 import bytetx
+from bytetx.checkpoint.pickled import read_pickled
 from bytetx.errors import CheckpointError, InputError
 from bytetx.nn.sentence_modules import ACTIVATIONS
-from bytetx.nn.token_heads import read_pickled
 from bytetx.ops.pooling import POOLING_MODES
 
 HIDDEN = 48

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import save_checkpoint
 from cli_runs import Bytetx, bytetx
 from extractors import save_extractor
@@ -249,12 +250,20 @@ def test_damaged_bi_encoders(tmp_path: Path, changes: Any, message: str) -> None
         package.load(tmp_path)
 
 
-def test_pickled_weights_are_refused_with_the_package_that_converts_them(
-    folder: Path, tmp_path: Path
+def test_plain_tensors_of_torch_save_are_read_and_other_objects_refused(
+    folder: Path, tmp_path: Path, model: package.Model
 ) -> None:
-    (tmp_path / "gliner_config.json").symlink_to(folder / "gliner_config.json")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="safe_serialization=True"):
+    for name in ("gliner_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(folder / name)
+    path, tensors = tmp_path / "pytorch_model.bin", load_file(folder / "model.safetensors")
+    torch.save(tensors, path)
+    found = package.load(tmp_path).extract(["a fox met Angela"], LABELS, threshold=0.2)
+    assert list(found) == list(model.extract(["a fox met Angela"], LABELS, threshold=0.2))
+    torch.save({**tensors, "config": Path("x")}, path)
+    with pytest.raises(CheckpointError, match="plain tensors.*as model.safetensors"):
+        package.load(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="plain tensors"):
         package.load(tmp_path)
 
 

@@ -178,7 +178,7 @@ def model_identity(folder: Path) -> str:
     """
     config = GLINER_CONFIG if is_gliner(folder) else "config.json"
     digest = hashlib.blake2b((folder / config).read_bytes(), digest_size=16)
-    for path in sorted(folder.rglob("*.safetensors")):
+    for path in sorted([*folder.rglob("*.safetensors"), *folder.glob("pytorch_model.bin")]):
         size_bytes = path.stat().st_size
         digest.update(f"{path.relative_to(folder)} {size_bytes}".encode())
         with path.open("rb") as file:
