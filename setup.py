@@ -265,8 +265,8 @@ def instance_units() -> list[str]:
         text = (ROOT / header).read_text()
         for block in re.findall(r"(?:^extern template [^;]+;\n)+", text, re.MULTILINE):
             namespace = re.search(r"^namespace ([\w:]+) \{", text, re.MULTILINE)[1]
-            argument = re.search(r"<(\w+)>", block)[1]
-            name = f"{Path(header).stem.removesuffix('_launch')}_{argument}"
+            arguments = re.findall(r"\w+", re.search(r"<([\w, ]+)>", block)[1])
+            name = "_".join([Path(header).stem.removesuffix("_launch"), *arguments])
             include = f'#include "{Path(header).relative_to("csrc").as_posix()}"'
             body = re.sub("^extern ", "", block, flags=re.MULTILINE)
             units[name] = f"{include}\nnamespace {namespace} {{\n{body}}}\n"

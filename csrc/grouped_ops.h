@@ -2,9 +2,9 @@
 // implements.
 //
 // Codes lie in blocks of 64 outputs and 64 features, [ceil(n / 64), ceil(k / 64)], each of them
-// four strips of 16 outputs and then their numbers. A weight is scale * code + least, with scale
-// and least of 32 features of an output, and least = -128 * scale where codes have 8 bits; a factor
-// of the output multiplies their sum. cuda/grouped_codes.cuh has the order within a block.
+// four strips of 16 outputs and then their numbers: of 32 features of an output one or two, which
+// GroupForm makes weights of. A factor of the output multiplies their sum. cuda/grouped_codes.cuh
+// has the order within a block.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,14 @@
 #include "ops.h"
 
 namespace bytetx {
+
+// A weight of its code and its group's numbers.
+enum class GroupForm : int32_t {
+    symmetric,  // scale * (code - 128), of 8 bits alone: one number
+    least,      // scale * code + least
+    zero,    // scale * (code - zero); stored with what codes are decoded with (grouped_codes.cuh)
+    halves,  // scale * (code - 128), a scale for 16 features, of 8 bits alone
+};
 
 // d = act(x @ w.T + bias) + residual, or of gates and values the gated product. Weights are rounded
 // to dtype, sums are f32.
@@ -28,6 +36,7 @@ struct GroupedLinearParams {
     Activation activation;
     bool gated;  // 32 outputs of gates and 32 of values take turns; n is a multiple of 64
     int32_t bits;
+    GroupForm form;
     DType dtype;  // f16 or bf16
 };
 void grouped_linear(const GroupedLinearParams& p, const Launch& launch);
@@ -43,6 +52,7 @@ struct GroupedRowsParams {
     int64_t n;
     int64_t k;  // a multiple of 8
     int32_t bits;
+    GroupForm form;
     DType dtype;  // f16 or bf16
 };
 void grouped_rows(const GroupedRowsParams& p, const Launch& launch);

@@ -180,6 +180,26 @@ def launch_low_rank(x: Tensor, total: int, width: int) -> None:
                 add(d)
 
 
+def launch_codes(width: int, dtype: torch.dtype) -> None:
+    for bits, form, block_bytes in (
+        *((4, "least", 2560), (4, "zero", 2560), (8, "symmetric", 4352), (8, "least", 4608)),
+        *((8, "zero", 4608), (8, "halves", 4608)),
+    ):
+        codes = torch.zeros((24 * width // 64, width // 64, block_bytes), dtype=torch.uint8)
+        for m, n, is_gated in (
+            *((1, 4 * width, False), (1, 24 * width, True), (16, 4 * width, True)),
+            *((32, 4 * width, False), (32, 24 * width, True)),
+            *((64, 4 * width, True), (64, 24 * width, False), (128, 24 * width, True)),
+        ):
+            factor = torch.empty(n)
+            activations = torch.empty(m, width, dtype=dtype)
+            triton_kernels.grouped_linear(
+                activations, codes, factor, None, bits=bits, form=form, activation="silu",
+                residual=None, is_gated=is_gated,
+            )  # fmt: skip
+        triton_kernels.grouped_rows(codes, factor, None, k=width, bits=bits, form=form, dtype=dtype)
+
+
 def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     """One call or more of each host function, at sizes of real models."""
     heads, width, total = 768 // head_dim, 768, 4 * mean_tokens
@@ -197,20 +217,7 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         wide = torch.empty(4 * width, width, dtype=dtype)
         activations = torch.empty(m, width, dtype=dtype)
         triton_kernels.linear(activations, wide, wide[:, 0], activation="gelu", residual=None)
-    for bits, block_bytes in ((4, 2560), (8, 4352)):
-        codes = torch.zeros((24 * width // 64, width // 64, block_bytes), dtype=torch.uint8)
-        for m, n, is_gated in (
-            *((1, 4 * width, False), (1, 24 * width, True), (16, 4 * width, True)),
-            *((32, 4 * width, False), (32, 24 * width, True)),
-            *((64, 4 * width, True), (64, 24 * width, False), (128, 24 * width, True)),
-        ):
-            factor = torch.empty(n)
-            activations = torch.empty(m, width, dtype=dtype)
-            triton_kernels.grouped_linear(
-                activations, codes, factor, None, bits=bits, activation="silu", residual=None,
-                is_gated=is_gated,
-            )  # fmt: skip
-        triton_kernels.grouped_rows(codes, factor, None, k=width, bits=bits, dtype=dtype)
+    launch_codes(width, dtype)
     launch_low_rank(x, total, width)
     triton_kernels.gate_rows(x, width // 2, block=32, activation="silu")
     cos = torch.empty(99, head_dim // 2)

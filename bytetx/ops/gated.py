@@ -159,7 +159,8 @@ def _product(x: Tensor, w: GatedWeight, activation: str) -> Tensor:
     if isinstance(w.fused, GroupedBlocks) and w.block == BLOCK:
         if w.fused.decodes(x.shape[0]):
             return w.fused.matmul(x, activation=activation, is_gated=True)
-        return _product(x, replace(w, fused=w.fused.written_out()), activation)
+        written = replace(w, fused=w.fused.written_out())
+        return _product(w.fused.in_order(x), written, activation)
     if isinstance(w.fused, Fp8LinearWeight) and w.block == BLOCK and has_fp8_linear(w.fused):
         return w.fused.matmul(x, activation=activation, is_gated=True)
     return gate(w.fused.matmul(x), w, activation=activation)

@@ -4,7 +4,7 @@ Rows stay in f16 or bf16. A step of few tokens decodes codes on their way to the
 that it reads 5 or 8.5 bits a weight; for many tokens the matrix is written out once a product.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,22 +12,25 @@ from torch import Tensor
 from bytetx.ops import native, triton_backend
 from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_tensor
 from bytetx.ops.coded_rows import GROUP
+from bytetx.ops.group_rows import (
+    FORMS,
+    LEAST,
+    SYMMETRIC,
+    ZERO,
+    GroupRows,
+    number_count,
+)
 from bytetx.ops.grouped_rounding import (
-    Groups,
-    group_values,
     in_whole_groups,
     output_factors,
     require_plain,
     round_groups,
-    scale_and_least,
-    taken_groups,
 )
 from bytetx.ops.linear import (
     ACTIVATIONS,
     DTYPE_NAMES,
     LinearWeight,
     prepare_linear,
-    taken,
     taken_biases,
 )
 from bytetx.ops.registry import Operation
@@ -49,12 +52,14 @@ GROUPED_ROWS = Operation("grouped_rows", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class GroupedBlocks(QuantizedWeight):
-    """A layer's weight [n, k] of about factor[:, None] * (scale * codes + least) by groups.
+    """A layer's weight [n, k] of codes and of numbers that groups of 32 features share.
 
-    blocks: uint8 [ceil(n / 64), ceil(k / 64), bytes]: codes, scales and, with 4 bits, least values
-    of 64 outputs and 64 features, as csrc/cuda/grouped_codes.cuh says; numbers are of dtype.
-    factor: f32 [n], powers of two.  bias: [n] of dtype, or None.  bits: of a code, 8 or 4.
+    blocks: uint8 [ceil(n / 64), ceil(k / 64), bytes]: codes and numbers of 64 outputs and 64
+    features, as csrc/cuda/grouped_codes.cuh says; numbers are of dtype.
+    factor: f32 [n].  bias: [n] of dtype, or None.  bits: of a code, 8 or 4.
     dtype: of rows and results, f16 or bf16.
+    form: how numbers and codes make weights, as of GroupRows.
+    order: int64 [k], column i of the blocks is feature order[i]; None: they are in order.
     batch_invariant: a row's bits do not depend on the other rows.
     Other members: as of bytetx.ops.weight.Weight.
     """
@@ -66,6 +71,8 @@ class GroupedBlocks(QuantizedWeight):
     k: int
     bits: int
     dtype: torch.dtype
+    form: str
+    order: Tensor | None = None
     batch_invariant: bool = False
     sum_bias: Tensor | None = None
 
@@ -77,11 +84,12 @@ class GroupedBlocks(QuantizedWeight):
     @property
     def restored(self) -> Tensor:
         """The matrix that it stands for, f32 [n, k]."""
-        return group_values(*self._groups(), self.factor)[:, : self.k].contiguous()
+        return self._group_rows().values
 
     def rows(self, indices: Tensor | None = None) -> Tensor:
-        """Those rows of the matrix, a new [len(indices), k] of dtype; None: all of them.
+        """Those rows of the blocks, a new [len(indices), k] of dtype; None: all of them.
 
+        Columns are those of the blocks, in_order's.
         The row of an index outside of the matrix is NaN: no host looks at ids on a GPU.
         """
         found: Tensor = GROUPED_ROWS.choose(self.blocks.device, self.dtype, self.k).run(
@@ -90,21 +98,24 @@ class GroupedBlocks(QuantizedWeight):
         return found
 
     def written_out(self) -> LinearWeight:
-        """The layer with a matrix of 16-bit numbers, for one product."""
+        """The layer with a matrix of 16-bit numbers, for one product with rows from in_order."""
         return prepare_linear(
             self.rows(), self.bias, prepack=False, batch_invariant=self.batch_invariant
         )
 
+    def in_order(self, x: Tensor) -> Tensor:
+        """Rows x [m, k] with their features in the order of the blocks' columns."""
+        return x if self.order is None else x.index_select(1, self.order)
+
     def shard(
         self, *, outputs: range | None = None, inputs: range | None = None
     ) -> "GroupedBlocks":
-        """Raises ValueError for inputs that are not whole groups."""
-        parts, k = taken_groups(self._groups(), self.k, outputs=outputs, inputs=inputs)
+        """Raises ValueError for inputs that are not whole groups, or not in order."""
+        rows = self._group_rows().taken(outputs=outputs, inputs=inputs)
         bias, sum_bias = taken_biases(self.bias, self.sum_bias, outputs=outputs, inputs=inputs)
-        factor = taken(self.factor, outputs)
-        blocks = _in_blocks(parts, self.bits, self.dtype)
-        shape = (len(factor), k, self.bits, self.dtype, self.batch_invariant)
-        return GroupedBlocks(blocks, factor, bias, *shape, sum_bias=sum_bias)
+        return blocks_from_rows(
+            rows, bias, self.dtype, batch_invariant=self.batch_invariant, sum_bias=sum_bias
+        )
 
     def matmul(
         self,
@@ -119,6 +130,7 @@ class GroupedBlocks(QuantizedWeight):
             device = self.blocks.device
             require_tensor("x", x, shape=(None, self.k), dtypes=(self.dtype,), device=device)
             require_contiguous("x", x)
+        x = self.in_order(x)
         d: Tensor = GROUPED_LINEAR.choose(self.blocks.device, self.dtype, self.k).run(
             x, self, activation=activation, residual=residual, is_gated=is_gated
         )
@@ -136,8 +148,8 @@ class GroupedBlocks(QuantizedWeight):
         num_bytes = _OUTPUTS * _FEATURES * self.bits // 8
         return self.blocks[..., :num_bytes], self.blocks[..., num_bytes:].view(self.dtype)
 
-    def _groups(self) -> Groups:
-        """The reverse of _in_blocks."""
+    def _group_rows(self) -> GroupRows:
+        """The reverse of blocks_from_rows."""
         codes, numbers = self._parts()
         blocks_n, blocks_k, _ = codes.shape
         if self.bits == 4:
@@ -148,13 +160,33 @@ class GroupedBlocks(QuantizedWeight):
         else:  # strip, group, r, t, half, i, e
             codes = codes.view(blocks_n, blocks_k, 4, 2, 8, 4, 2, 4, 2)
             codes = codes.permute(0, 2, 6, 4, 1, 3, 7, 5, 8)
-        rows = codes.reshape(blocks_n * _OUTPUTS, 2 * blocks_k, GROUP)[: self.n].float()
+        rows = codes.reshape(blocks_n * _OUTPUTS, 2 * blocks_k, GROUP)[: self.n]
         # strip, r, group, half, number
         numbers = numbers.view(blocks_n, blocks_k, 4, 8, 2, 2, -1).permute(0, 2, 5, 3, 1, 4, 6)
-        found = numbers.reshape(blocks_n * _OUTPUTS, 2 * blocks_k, -1)[: self.n]
-        scale, least = scale_and_least(found, self.bits)
+        found = numbers.reshape(blocks_n * _OUTPUTS, 2 * blocks_k, -1)[: self.n].float()
         groups = -(-self.k // GROUP)
-        return rows[:, :groups], scale[:, :groups], least[:, :groups]
+        rows, found = rows[:, :groups], found[:, :groups]
+        first, second = found[..., :1], found[..., 1:]
+        if self.form == ZERO:
+            second = second - _zero_base(self.bits, self.dtype)
+        elif self.form == SYMMETRIC:
+            second = torch.zeros_like(first)
+        more = (self.factor, self.k, self.bits, self.form, self.order)
+        return GroupRows(rows, first, second, *more)
+
+
+def blocks_from_rows(
+    rows: GroupRows,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    batch_invariant: bool = False,
+    sum_bias: Tensor | None = None,
+) -> GroupedBlocks:
+    """A weight of rows of codes, whose numbers are rounded to dtype."""
+    blocks = _in_blocks(rows, dtype)
+    shape = (len(rows.factor), rows.k, rows.bits, dtype, rows.form, rows.order)
+    return GroupedBlocks(blocks, rows.factor, bias, *shape, batch_invariant, sum_bias)
 
 
 def prepare_grouped_blocks(plain: LinearWeight, *, bits: int) -> GroupedBlocks:
@@ -166,11 +198,13 @@ def prepare_grouped_blocks(plain: LinearWeight, *, bits: int) -> GroupedBlocks:
     n, k, dtype = plain.n, plain.k, plain.dtype
     factor = output_factors(plain.weight)
     step = max(_CHUNK // max(k, 1) // _OUTPUTS * _OUTPUTS, _OUTPUTS)
+    form = LEAST if bits == 4 else SYMMETRIC
     blocks = []
     for weight, scale in zip(plain.weight.split(step), factor.split(step), strict=True):
-        rows = in_whole_groups(weight.float() / scale[:, None]).contiguous()
-        blocks.append(_in_blocks(round_groups(rows, bits, numbers=dtype), bits, dtype))
-    shape = (n, k, bits, dtype, plain.batch_invariant)
+        padded = in_whole_groups(weight.float() / scale[:, None]).contiguous()
+        found = round_groups(padded, bits, numbers=dtype)
+        blocks.append(_in_blocks(GroupRows(*found, scale, k, bits, form), dtype))
+    shape = (n, k, bits, dtype, form, None, plain.batch_invariant)
     return GroupedBlocks(torch.cat(blocks), factor, plain.bias, *shape, sum_bias=plain.sum_bias)
 
 
@@ -208,6 +242,7 @@ def _run_kernel(
         activation=ACTIVATIONS.index(activation),
         gated=is_gated,
         bits=w.bits,
+        form=FORMS.index(w.form),
         dtype=native.DTYPE_CODES[w.dtype],
         launch=native.launch_args(x.device),
     )
@@ -226,6 +261,7 @@ def _run_triton(
         w.factor,
         w.bias,
         bits=w.bits,
+        form=w.form,
         activation=activation,
         residual=residual,
         is_gated=is_gated,
@@ -255,6 +291,7 @@ def _rows_by_kernel(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
         n=w.n,
         k=w.k,
         bits=w.bits,
+        form=FORMS.index(w.form),
         dtype=native.DTYPE_CODES[w.dtype],
         launch=native.launch_args(w.blocks.device),
     )
@@ -265,7 +302,7 @@ def _rows_by_kernel(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
 def _rows_by_triton(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
     index = None if indices is None else indices.long().contiguous()
     rows: Tensor = triton_backend.kernels(w.blocks.device).grouped_rows(
-        w.blocks, w.factor, index, k=w.k, bits=w.bits, dtype=w.dtype
+        w.blocks, w.factor, index, k=w.k, bits=w.bits, form=w.form, dtype=w.dtype
     )
     return rows
 
@@ -273,7 +310,7 @@ def _rows_by_triton(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
 @GROUPED_ROWS.in_torch()
 def _rows_in_torch(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
     """Decodes the whole matrix, in f32."""
-    rows = w.restored.to(w.dtype)
+    rows = replace(w, order=None).restored.to(w.dtype)
     if indices is None:
         return rows
     index = indices.long()
@@ -282,20 +319,29 @@ def _rows_in_torch(w: GroupedBlocks, indices: Tensor | None) -> Tensor:
     return torch.where(is_there[:, None], found, torch.nan)
 
 
-def _in_blocks(groups: Groups, bits: int, dtype: torch.dtype) -> Tensor:
-    codes, scale, least = groups
+def _zero_base(bits: int, dtype: torch.dtype) -> float:
+    """Added to zero points in blocks, as kernels decode codes: ones count from there on."""
+    if dtype == torch.float16:
+        return 1024.0
+    return 128.0 if bits == 4 else 0.0
+
+
+def _in_blocks(rows: GroupRows, dtype: torch.dtype) -> Tensor:
+    codes, first, second = rows.codes, rows.first, rows.second
+    if rows.form == ZERO:
+        second = second + _zero_base(rows.bits, dtype)
     n, num_groups, _ = codes.shape
     more = (0, 0, 0, num_groups % 2, 0, -n % _OUTPUTS)
-    codes, scale, least = (torch.nn.functional.pad(t, more) for t in (codes, scale, least))
+    codes, first, second = (torch.nn.functional.pad(t, more) for t in (codes, first, second))
     blocks_n = codes.shape[0] // _OUTPUTS
     # strip, half of its outputs, r, block of k, group, and of 32 features i, t, e
     codes = codes.to(torch.uint8).view(blocks_n, 4, 2, 8, -1, 2, 4, 4, 2)
-    if bits == 4:
+    if rows.bits == 4:
         codes = codes.permute(0, 4, 1, 3, 7, 5, 2, 8, 6)  # strip, r, t, group, half, e, i
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
     else:
         codes = codes.permute(0, 4, 1, 5, 3, 7, 2, 6, 8)  # strip, group, r, t, half, i, e
-    numbers = torch.cat((scale, least)[: 1 if bits == 8 else 2], 2).to(dtype)
+    numbers = torch.cat((first, second)[: number_count(rows.form)], 2).to(dtype)
     numbers = numbers.view(blocks_n, 4, 2, 8, -1, 2, numbers.shape[2])
     numbers = numbers.permute(0, 4, 1, 3, 5, 2, 6)  # strip, r, group, half, number
     both = (codes.flatten(2), numbers.flatten(2).contiguous().view(torch.uint8))

@@ -5,9 +5,11 @@
 // quad q of eight features 2 * (lane % 4) + {0, 1, 8, 9, 16, 17, 24, 25} of 32 is one word of 4-bit
 // codes, pair i in its nibbles i and i + 4, or two words of 8-bit codes.
 //   4 bits: a strip is [32 lanes][4 words]: r0 and r0 + 8 of the first 32 features, then of the
-//           others. Numbers: [strip][8 r0][4] of (scale, least).
-//   8 bits: a strip is [2 groups][32 lanes][4 words]: two words of r0, two of r0 + 8. Numbers:
-//           [strip][8 r0][4] of scale. Both: r0 and r0 + 8 of the first group, then of the other.
+//           others.
+//   8 bits: a strip is [2 groups][32 lanes][4 words]: two words of r0, two of r0 + 8.
+// Numbers: [strip][8 r0][4] of one or two: r0 and r0 + 8 of the first group, then of the other. A
+// zero point is stored with the ones that a decoded code has: 1024 of f16, 128 of four bits of
+// bf16.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,12 +18,24 @@
 #include <cstdint>
 
 #include "common/element.cuh"
+#include "grouped_ops.h"
 
 namespace bytetx::grouped {
 
 constexpr int kBlockOutputs = 64, kBlockFeatures = 64;
 constexpr int kStripOutputs = 16;
 constexpr int kGroup = 32;  // features that share a scale
+
+// How codes are decoded; what is known as kernels are compiled costs no instruction in them.
+// has_zero: of 4 bits, whether groups have zero points or least values. Of 8 bits with two numbers
+// GroupForm says it as a kernel runs.
+struct CodeKind {
+    int bits;
+    int numbers;  // a group has
+    bool has_zero;
+};
+constexpr CodeKind kFourBits{4, 2, false}, kFourBitsZero{4, 2, true};
+constexpr CodeKind kEightBits{8, 1, false}, kEightBitsPair{8, 2, false};
 
 // Arithmetic of pairs of 16-bit numbers, as words.
 template <typename T>
@@ -61,18 +75,73 @@ __device__ __forceinline__ uint32_t masked(uint32_t x, uint32_t mask, uint32_t b
     return y;
 }
 
-// Pair i of a word of eight 4-bit codes. number: scale and least.
-template <typename T>
+// Pair i of a word of eight 4-bit codes. number: scale and least value, or scale and zero point
+// with the ones that codes have.
+template <typename T, bool kHasZero>
 __device__ __forceinline__ uint32_t weights_of4(uint32_t codes, int i, uint32_t number) {
     using P = Pairs<T>;
     using Pair = typename P::Pair;
     const uint32_t word = masked(codes >> 4 * i, 0x000f000f, P::kMagic), magic = P::kMagic;
     const Pair numbers = reinterpret_cast<const Pair&>(number);
-    const Pair pair =
-        __hsub2(reinterpret_cast<const Pair&>(word), reinterpret_cast<const Pair&>(magic));
-    const Pair weights = __hfma2(pair, P::both(numbers.x), P::both(numbers.y));
+    const Pair code = reinterpret_cast<const Pair&>(word);
+    Pair weights;
+    if constexpr (kHasZero) {
+        weights = __hmul2(__hsub2(code, P::both(numbers.y)), P::both(numbers.x));
+    } else {
+        const Pair pair = __hsub2(code, reinterpret_cast<const Pair&>(magic));
+        weights = __hfma2(pair, P::both(numbers.x), P::both(numbers.y));
+    }
     return reinterpret_cast<const uint32_t&>(weights);
 }
+
+// Numbers of a group of 8-bit codes that has two of them; each scale is for 16 features.
+template <typename T>
+struct Numbers8;
+
+template <>
+struct Numbers8<Half> {
+    __half scales[2], ones, least;
+
+    static __device__ __forceinline__ Numbers8 of(uint32_t number, GroupForm form) {
+        const __half2 both = reinterpret_cast<const __half2&>(number);
+        const __half zero = __half(0.0f);
+        if (form == GroupForm::halves) return {{both.x, both.y}, __half(1152.0f), zero};
+        if (form == GroupForm::zero) return {{both.x, both.x}, both.y, zero};
+        return {{both.x, both.x}, __half(1024.0f), both.y};
+    }
+
+    __device__ __forceinline__ uint32_t weights(uint32_t bytes, int i) const {
+        using P = Pairs<Half>;
+        const uint32_t word = __byte_perm(bytes, P::kMagic, i % 2 == 0 ? 0x5150 : 0x5352);
+        const __half2 pair = __hsub2(reinterpret_cast<const __half2&>(word), P::both(ones));
+        const __half2 found = __hfma2(pair, P::both(scales[i / 2]), P::both(least));
+        return reinterpret_cast<const uint32_t&>(found);
+    }
+};
+
+template <>
+struct Numbers8<BFloat16> {
+    float scales[2], ones, least;
+
+    static __device__ __forceinline__ Numbers8 of(uint32_t number, GroupForm form) {
+        const float low = __uint_as_float(number << 16);
+        const float high = __uint_as_float(number & 0xffff0000);
+        constexpr float kOnes = 8388608.0f;  // 2^23
+        if (form == GroupForm::halves) return {{low, high}, kOnes + 128.0f, 0.0f};
+        if (form == GroupForm::zero) return {{low, low}, kOnes + high, 0.0f};
+        return {{low, low}, kOnes, high};
+    }
+
+    __device__ __forceinline__ uint32_t weights(uint32_t bytes, int i) const {
+        const auto number = [&](uint32_t byte) {
+            const float code = __uint_as_float(__byte_perm(bytes, 0x4b000000, 0x7440 | byte));
+            return fmaf(code - ones, scales[i / 2], least);
+        };
+        const uint32_t low = i % 2 * 2;
+        const __nv_bfloat162 found = __floats2bfloat162_rn(number(low), number(low + 1));
+        return reinterpret_cast<const uint32_t&>(found);
+    }
+};
 
 // Pair i % 2 of a word of four 8-bit codes. scales: of two outputs, the second where is_second.
 template <typename T>
@@ -85,10 +154,11 @@ __device__ __forceinline__ uint32_t weights_of8(uint32_t codes, int i, uint32_t 
     return reinterpret_cast<const uint32_t&>(weights);
 }
 
-template <int kBits>
+template <CodeKind kKind>
 struct Codes {
+    static constexpr int kBits = kKind.bits;
     static constexpr int kStripBytes = kStripOutputs * kBlockFeatures * kBits / 8;
-    static constexpr int kNumberBytes = kBits == 4 ? 4 : 2;
+    static constexpr int kNumberBytes = kKind.numbers * 2;
     static constexpr int kStripNumbers = kStripOutputs * 2;  // two groups
     static constexpr int kStrips = kBlockOutputs / kStripOutputs;
     static constexpr int kNumbersAt = kStrips * kStripBytes;
@@ -96,23 +166,37 @@ struct Codes {
 };
 
 // Operand a of the four products of a block: a[4 * j + i] of features 16 * j on.
-template <typename T, int kBits>
+template <typename T, CodeKind kKind>
 __device__ __forceinline__ void weights_of_block(const uint8_t* block, int strip, int lane,
-                                                 uint32_t (&a)[16]) {
-    using C = Codes<kBits>;
+                                                 GroupForm form, uint32_t (&a)[16]) {
+    using C = Codes<kKind>;
     const auto* codes = reinterpret_cast<const uint4*>(block + strip * C::kStripBytes) + lane;
     const uint8_t* numbers = block + C::kNumbersAt + (strip * 8 + lane / 4) * 4 * C::kNumberBytes;
-    if constexpr (kBits == 4) {
+    // Pairs 0 and 1 are features 0 and 8 of the first product, 2 and 3 of the next.
+    const auto place = [](int i) { return i / 2 * 4 + i % 2 * 2; };
+    if constexpr (kKind.bits == 4) {
+        constexpr bool kHasZero = kKind.has_zero;
         const uint4 words = *codes;
         const uint4 scales = *reinterpret_cast<const uint4*>(numbers);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            // Pairs 0 and 1 are features 0 and 8 of the first product, 2 and 3 of the next.
-            const int to = i / 2 * 4 + i % 2 * 2;
-            a[to] = weights_of4<T>(words.x, i, scales.x);
-            a[to + 1] = weights_of4<T>(words.y, i, scales.y);
-            a[8 + to] = weights_of4<T>(words.z, i, scales.z);
-            a[8 + to + 1] = weights_of4<T>(words.w, i, scales.w);
+            a[place(i)] = weights_of4<T, kHasZero>(words.x, i, scales.x);
+            a[place(i) + 1] = weights_of4<T, kHasZero>(words.y, i, scales.y);
+            a[8 + place(i)] = weights_of4<T, kHasZero>(words.z, i, scales.z);
+            a[8 + place(i) + 1] = weights_of4<T, kHasZero>(words.w, i, scales.w);
+        }
+    } else if constexpr (kKind.numbers == 2) {
+        const uint4 scales = *reinterpret_cast<const uint4*>(numbers);
+#pragma unroll
+        for (int group = 0; group < 2; ++group) {
+            const uint4 words = codes[32 * group];
+            const auto first = Numbers8<T>::of(group == 0 ? scales.x : scales.z, form);
+            const auto second = Numbers8<T>::of(group == 0 ? scales.y : scales.w, form);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                a[group * 8 + place(i)] = first.weights(i < 2 ? words.x : words.y, i);
+                a[group * 8 + place(i) + 1] = second.weights(i < 2 ? words.z : words.w, i);
+            }
         }
     } else {
         const uint2 scales = *reinterpret_cast<const uint2*>(numbers);
@@ -122,12 +206,21 @@ __device__ __forceinline__ void weights_of_block(const uint8_t* block, int strip
             const uint32_t both = group == 0 ? scales.x : scales.y;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int to = group * 8 + i / 2 * 4 + i % 2 * 2;
+                const int to = group * 8 + place(i);
                 a[to] = weights_of8<T>(i < 2 ? words.x : words.y, i, both, false);
                 a[to + 1] = weights_of8<T>(i < 2 ? words.z : words.w, i, both, true);
             }
         }
     }
+}
+
+// Calls body with the kind of codes of these bits and this form.
+template <typename Body>
+void dispatch_kind(int bits, GroupForm form, Body&& body) {
+    if (bits == 4 && form == GroupForm::zero) return body.template operator()<kFourBitsZero>();
+    if (bits == 4) return body.template operator()<kFourBits>();
+    if (form == GroupForm::symmetric) return body.template operator()<kEightBits>();
+    body.template operator()<kEightBitsPair>();
 }
 
 }  // namespace bytetx::grouped

@@ -9,7 +9,8 @@
 // rows of x into a ring, the codes of the first stages before the prior kernel has ended. Where
 // tiles are few, up to eight CTAs of a cluster share k and add up their sums, in the order of k,
 // through distributed shared memory. Bytes: codes and numbers once for every 128 tokens (from HBM
-// once), 5 or 8.5 bits a weight. Few tokens are bound by HBM, many by decoding and the matrix unit.
+// once), 5, 8.5 or 9 bits a weight. Few tokens are bound by HBM, many by decoding and the matrix
+// unit.
 //
 // grouped_rows() writes the matrix, or rows of it, for products of many tokens and for word tables.
 #include <stdexcept>
@@ -25,9 +26,9 @@ namespace {
 constexpr int kRowThreads = 256;
 constexpr int kEight = 8;  // features of a thread
 
-template <typename T, int kBits>
+template <typename T, grouped::CodeKind kKind>
 __global__ void __launch_bounds__(kRowThreads) grouped_rows_kernel(const GroupedRowsParams p) {
-    using C = grouped::Codes<kBits>;
+    using C = grouped::Codes<kKind>;
     // The next kernel is not released: the rows may be a weight to it, which GEMMs load before they
     // wait.
     wait_for_prior_kernel();
@@ -58,13 +59,20 @@ __global__ void __launch_bounds__(kRowThreads) grouped_rows_kernel(const Grouped
             const int lane = r % 8 * 4 + t;
             uint32_t word;
             const auto* codes = reinterpret_cast<const uint32_t*>(block + strip * C::kStripBytes);
-            if constexpr (kBits == 4) {
-                word = grouped::weights_of4<T>(codes[lane * 4 + group * 2 + is_second], pair,
-                                               *reinterpret_cast<const uint32_t*>(numbers));
+            if constexpr (C::kBits == 4) {
+                word = grouped::weights_of4<T, kKind.has_zero>(
+                    codes[lane * 4 + group * 2 + is_second], pair,
+                    *reinterpret_cast<const uint32_t*>(numbers));
             } else {
-                word = grouped::weights_of8<T>(
-                    codes[(group * 32 + lane) * 4 + is_second * 2 + pair / 2], pair,
-                    *reinterpret_cast<const uint16_t*>(numbers), false);
+                const uint32_t four = codes[(group * 32 + lane) * 4 + is_second * 2 + pair / 2];
+                if constexpr (kKind.numbers == 2) {
+                    const auto own = grouped::Numbers8<T>::of(
+                        *reinterpret_cast<const uint32_t*>(numbers), p.form);
+                    word = own.weights(four, pair);
+                } else {
+                    word = grouped::weights_of8<T>(
+                        four, pair, *reinterpret_cast<const uint16_t*>(numbers), false);
+                }
             }
             const float2 two = gemm::unpack(word, T{});
             words[t] = gemm::pack(two.x * factor, two.y * factor, T{});
@@ -75,10 +83,14 @@ __global__ void __launch_bounds__(kRowThreads) grouped_rows_kernel(const Grouped
     asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA will read them
 }
 
-void check_codes(int32_t bits, DType dtype) {
+void check_codes(int32_t bits, GroupForm form, DType dtype) {
     if (dtype == DType::f32 || (bits != 4 && bits != 8)) {
         throw std::invalid_argument("codes have 4 or 8 bits and rows are f16 or bf16, got " +
                                     std::to_string(bits) + " bits");
+    }
+    const bool has_both = form == GroupForm::least || form == GroupForm::zero;
+    if (bits == 4 && !has_both) {
+        throw std::invalid_argument("groups of 4-bit codes have least values or zero points");
     }
 }
 
@@ -97,7 +109,7 @@ void check_sizes(const char* op, int64_t m, int64_t n, int64_t k) {
 }  // namespace
 
 void grouped_linear(const GroupedLinearParams& p, const Launch& launch) {
-    check_codes(p.bits, p.dtype);
+    check_codes(p.bits, p.form, p.dtype);
     check_sizes("grouped_linear", p.m, p.n, p.k);
     if (p.gated && (p.n % 64 != 0 || p.residual != nullptr)) {
         throw std::invalid_argument("gated rows have n % 64 == 0 and no residual, got n = " +
@@ -106,13 +118,15 @@ void grouped_linear(const GroupedLinearParams& p, const Launch& launch) {
     if (p.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
-    p.dtype == DType::f16 ? grouped::launch_grouped<Half>(p, stream)
-                          : grouped::launch_grouped<BFloat16>(p, stream);
+    grouped::dispatch_kind(p.bits, p.form, [&]<grouped::CodeKind kKind>() {
+        p.dtype == DType::f16 ? grouped::launch_grouped<Half, kKind>(p, stream)
+                              : grouped::launch_grouped<BFloat16, kKind>(p, stream);
+    });
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 
 void grouped_rows(const GroupedRowsParams& p, const Launch& launch) {
-    check_codes(p.bits, p.dtype);
+    check_codes(p.bits, p.form, p.dtype);
     check_sizes("grouped_rows", p.num_rows, p.n, p.k);
     if (p.num_rows == 0) return;
     const DeviceGuard guard(launch.device);
@@ -120,8 +134,9 @@ void grouped_rows(const GroupedRowsParams& p, const Launch& launch) {
     const LaunchShape shape{dim3(static_cast<unsigned>(ctas)), dim3(kRowThreads), 0,
                             static_cast<cudaStream_t>(launch.stream)};
     const auto run = [&]<typename T>() {
-        launch_kernel(p.bits == 4 ? grouped_rows_kernel<T, 4> : grouped_rows_kernel<T, 8>, shape,
-                      p);
+        grouped::dispatch_kind(p.bits, p.form, [&]<grouped::CodeKind kKind>() {
+            launch_kernel(grouped_rows_kernel<T, kKind>, shape, p);
+        });
     };
     p.dtype == DType::f16 ? run.template operator()<Half>() : run.template operator()<BFloat16>();
     BYTETX_CUDA_CHECK(cudaGetLastError());

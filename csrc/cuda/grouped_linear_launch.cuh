@@ -35,14 +35,15 @@ struct GroupedProblem {
 
 // kTokens: of a tile.  kBlocks: of k in a stage; a copy takes 0.2 us of its warp, whatever its
 // size.
-template <typename T, int kBits, int kTokens>
+template <typename T, CodeKind kCodeKind, int kTokens>
 struct GroupedTile {
     using Element = T;
+    static constexpr CodeKind kKind = kCodeKind;
     static constexpr int kTileTokens = kTokens;
     // Few columns by mma.sync: without wgmma's fences, blocks are decoded between products.
     static constexpr bool kIsWarp = kTokens <= 16;
     static constexpr int kBlocks = kTokens <= 32 ? 4 : 2;
-    static constexpr int kBlockBytes = Codes<kBits>::kBytes;
+    static constexpr int kBlockBytes = Codes<kKind>::kBytes;
     static constexpr int kRowsBytes = kTokens * kBlockFeatures * 2;  // a block's
     static constexpr int kCodesAt = kBlocks * kRowsBytes;
     static constexpr int kStageBytes =
@@ -158,7 +159,7 @@ __device__ __forceinline__ void store_sums(const GroupedLinearParams& o, int64_t
     }
 }
 
-template <typename C, int kBits>
+template <typename C>
 __global__ void __launch_bounds__(kGroupedThreads + 64, C::kCtas)
     grouped_linear_kernel(const __grid_constant__ CUtensorMap rows,
                           const __grid_constant__ GroupedProblem p) {
@@ -260,7 +261,7 @@ __global__ void __launch_bounds__(kGroupedThreads + 64, C::kCtas)
             float parts[kTokens / 8][2][4] = {};
             const auto multiply = [&](const uint8_t* stage, int b) {
                 uint32_t weights[16];
-                weights_of_block<T, kBits>(codes_of(stage, b), strip, lane, weights);
+                weights_of_block<T, C::kKind>(codes_of(stage, b), strip, lane, p.o.form, weights);
                 multiply_rows<C>(parts, weights, stage + b * C::kRowsBytes, lane);
             };
             for (int i = 0; i < num_stages; ++i) {
@@ -288,7 +289,7 @@ __global__ void __launch_bounds__(kGroupedThreads + 64, C::kCtas)
             const auto multiply = [&](uint32_t(&a)[16], int i) {
                 const int b = i % kBlocks;
                 if (b == 0) stage = enter();
-                weights_of_block<T, kBits>(codes_of(stage, b), strip, lane, a);
+                weights_of_block<T, C::kKind>(codes_of(stage, b), strip, lane, p.o.form, a);
                 const Operand x = operand_at<128>(stage + b * C::kRowsBytes, 64);
                 begin_products();
 #pragma unroll
@@ -449,10 +450,10 @@ CUtensorMap grouped_map(const GroupedLinearParams& o, bool has_whole_blocks) {
     return encode_map(x, 3, sizes, strides, box);
 }
 
-template <typename T, int kBits, int kTokens>
+template <typename C>
 void launch_grouped_tile(const GroupedLinearParams& o, cudaStream_t stream) {
-    using C = GroupedTile<T, kBits, kTokens>;
-    constexpr auto kKernel = grouped_linear_kernel<C, kBits>;
+    constexpr int kTokens = C::kTileTokens;
+    constexpr auto kKernel = grouped_linear_kernel<C>;
     GroupedProblem p{};
     p.o = o;
     p.activation = activation_constants(o.activation);
@@ -472,24 +473,41 @@ void launch_grouped_tile(const GroupedLinearParams& o, cudaStream_t stream) {
     launch_kernel(kKernel, shape, rows, p);
 }
 
-template <typename T, int kBits>
-void launch_grouped_codes(const GroupedLinearParams& o, cudaStream_t stream) {
-    if (o.m <= 8) return launch_grouped_tile<T, kBits, 8>(o, stream);
-    if (o.m <= 16) return launch_grouped_tile<T, kBits, 16>(o, stream);
-    if (o.m <= 32) return launch_grouped_tile<T, kBits, 32>(o, stream);
-    if (o.m <= 64) return launch_grouped_tile<T, kBits, 64>(o, stream);
-    launch_grouped_tile<T, kBits, 128>(o, stream);
-}
-
-template <typename T>
+template <typename T, CodeKind kKind>
 void launch_grouped(const GroupedLinearParams& o, cudaStream_t stream) {
-    if (o.bits == 4) return launch_grouped_codes<T, 4>(o, stream);
-    launch_grouped_codes<T, 8>(o, stream);
+    const auto run = [&]<int kTokens>() {
+        launch_grouped_tile<GroupedTile<T, kKind, kTokens>>(o, stream);
+    };
+    if (o.m <= 8) return run.template operator()<8>();
+    if (o.m <= 16) return run.template operator()<16>();
+    if (o.m <= 32) return run.template operator()<32>();
+    if (o.m <= 64) return run.template operator()<64>();
+    run.template operator()<128>();
 }
 
 // Units of the build: those of a block are compiled together (setup.py).
-extern template void launch_grouped<Half>(const GroupedLinearParams& o, cudaStream_t stream);
+extern template void launch_grouped<Half, kFourBits>(const GroupedLinearParams& o,
+                                                     cudaStream_t stream);
 
-extern template void launch_grouped<BFloat16>(const GroupedLinearParams& o, cudaStream_t stream);
+extern template void launch_grouped<BFloat16, kFourBits>(const GroupedLinearParams& o,
+                                                         cudaStream_t stream);
+
+extern template void launch_grouped<Half, kFourBitsZero>(const GroupedLinearParams& o,
+                                                         cudaStream_t stream);
+
+extern template void launch_grouped<BFloat16, kFourBitsZero>(const GroupedLinearParams& o,
+                                                             cudaStream_t stream);
+
+extern template void launch_grouped<Half, kEightBits>(const GroupedLinearParams& o,
+                                                      cudaStream_t stream);
+
+extern template void launch_grouped<BFloat16, kEightBits>(const GroupedLinearParams& o,
+                                                          cudaStream_t stream);
+
+extern template void launch_grouped<Half, kEightBitsPair>(const GroupedLinearParams& o,
+                                                          cudaStream_t stream);
+
+extern template void launch_grouped<BFloat16, kEightBitsPair>(const GroupedLinearParams& o,
+                                                              cudaStream_t stream);
 
 }  // namespace bytetx::grouped

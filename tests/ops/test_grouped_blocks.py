@@ -1,5 +1,7 @@
 """Weights of 8 and 4 bits as GPUs hold them: layout, rounding, products against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +9,10 @@ from cpu_kernels import EXACT_ACTIVATIONS
 from torch import Tensor
 
 from bytetx.ops import grouped_blocks
+from bytetx.ops.codes import Codes
 from bytetx.ops.gated import GatedWeight
-from bytetx.ops.grouped_blocks import GroupedBlocks, prepare_grouped_blocks
+from bytetx.ops.group_rows import GroupRows, held_form, join_rows
+from bytetx.ops.grouped_blocks import GroupedBlocks, blocks_from_rows, prepare_grouped_blocks
 from bytetx.ops.grouped_rounding import (
     group_values,
     in_whole_groups,
@@ -21,6 +25,12 @@ from bytetx.ops.linear import ACTIVATIONS, prepare_linear
 SHAPES = [(64, 64), (100, 72), (7, 40), (200, 2056), (1024, 96), (192, 1088), (1, 8)]
 ROWS = [0, 1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 512, 513]
 HALVES = [torch.float16, torch.bfloat16]
+# (bits of a file's codes, what its groups have beside a scale, features of a group) of each form
+# that blocks have, and of groups that are whole rows.
+KINDS = [
+    *[(4, "zeros", 128), (4, "least", 32), (4, "", 32), (8, "zeros", 64), (5, "least", 32)],
+    *[(8, "", 32), (6, "", 16), (8, "", 0), (4, "zeros", 0)],
+]
 # One rounding of the result, and that of each weight, whose errors average out.
 NEAR = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -51,6 +61,86 @@ def weight(
     bias = torch.randn(n).to(device, dtype)
     plain = prepare_linear(matrix, bias, prepack=False, batch_invariant=batch_invariant)
     return matrix, prepare_grouped_blocks(plain, bits=bits)
+
+
+def file_codes(n: int, k: int, bits: int, has: str, group: int) -> Codes:
+    """Codes as a file has them, with zero points at both ends of their range."""
+    torch.manual_seed(n * k + bits)
+    group = group or k
+    shape = (n, -(-k // group))
+    scale = (torch.rand(shape) + 0.5).half().float() * 2.0 ** torch.randint(-9, -7, (n, 1))
+    scale[: n // 2] *= -1
+    zero: Tensor | float = float(1 << bits - 1)
+    if has == "zeros":
+        zero = torch.randint(0, (1 << bits) + 1, shape).float()
+        zero[0], zero[-1] = 0, 1 << bits
+    least = -scale * torch.randint(0, 1 << bits, shape) if has == "least" else None
+    codes = torch.randint(0, 1 << bits, (n, k)).to(torch.uint8)
+    codes[:, 0], codes[:, -1] = 0, (1 << bits) - 1
+    return Codes(codes, scale, group, 0.0 if has == "least" else zero, least)
+
+
+def coded_weight(
+    n: int, k: int, kind: tuple[int, str, int], dtype: torch.dtype, *, device: str = "cpu"
+) -> GroupedBlocks:
+    bits, has, group = kind
+    own = {"has_zeros": has == "zeros", "has_least": has == "least"}
+    found = held_form(bits, group or k, k, **own)
+    assert found is not None
+    rows = GroupRows.of(file_codes(n, k, *kind), *found)
+    whole = blocks_from_rows(rows, torch.randn(n).to(dtype), dtype)
+    parts = {name: getattr(whole, name).to(device) for name in ("blocks", "factor", "bias")}
+    return replace(whole, **parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(100, 96), (64, 256), (7, 200)])
+def test_blocks_hold_a_file_s_codes(
+    shape: tuple[int, int], kind: tuple[int, str, int], dtype: torch.dtype
+) -> None:
+    """In float16 exactly; in bfloat16 but for scales, which lose three bits there."""
+    n, k = shape
+    w, wanted = coded_weight(n, k, kind, dtype), file_codes(n, k, *kind).values
+    if dtype == torch.float16:
+        # Scales have float16's bits, least values more, which they lose.
+        assert torch.equal(w.restored, wanted) or kind[1] == "least"
+        assert (w.restored - wanted).abs().max() <= 2**-11 * wanted.abs().max()
+    near = 2**-7 if kind[1] == "least" else 2**-8
+    assert (w.restored - wanted).abs().max() <= near * wanted.abs().max()
+    if kind[2] == 0:
+        assert torch.equal(w.restored, wanted)
+    check_products(w, [1, 5])
+    some = w.shard(outputs=range(3, 7), inputs=range(32, k))
+    assert torch.equal(some.restored, w.restored[3:7, 32:])
+
+
+@pytest.mark.parametrize("bits, group, has", [(2, 16, "least"), (4, 16, "zeros"), (8, 8, "")])
+def test_groups_that_no_form_has_room_for(bits: int, group: int, has: str) -> None:
+    own = {"has_zeros": has == "zeros", "has_least": has == "least"}
+    assert held_form(bits, group, 256, **own) is None
+
+
+def test_features_in_the_order_of_their_groups(dtype: torch.dtype) -> None:
+    codes = file_codes(64, 96, 4, "zeros", 32)
+    order = torch.randperm(96)
+    wanted = torch.empty(64, 96)
+    wanted[:, order] = codes.values
+    rows = GroupRows.of(replace(codes, order=order), 4, "zero")
+    w = blocks_from_rows(rows, torch.randn(64).to(dtype), dtype)
+    assert (w.restored - wanted).abs().max() <= 2**-8 * wanted.abs().max()
+    check_products(w, [1, 5])
+    assert torch.equal(w.shard(outputs=range(5, 64)).restored, w.restored[5:])
+    with pytest.raises(ValueError, match="load the model in bfloat16"):
+        w.shard(inputs=range(32))
+    assert not rows.is_like(GroupRows.of(codes, 4, "zero")) and rows.is_like(rows)
+
+
+def test_parts_of_one_weight_are_joined() -> None:
+    parts = [GroupRows.of(file_codes(n, 96, 4, "zeros", 32), 4, "zero") for n in (64, 40)]
+    assert parts[0].is_like(parts[1])
+    joined = join_rows(parts)
+    assert torch.equal(joined.values, torch.cat([part.values for part in parts]))
+    assert torch.equal(joined.chunk(2)[0].values, joined.values[:52])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -148,6 +238,18 @@ def test_kernels_against_float64(shape: tuple[int, int], bits: int, dtype: torch
     rows = w.rows(index)
     assert torch.equal(rows[:2], w.rows()[index[:2]]) and rows[2:].isnan().all()
     check_products(w, ROWS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(100, 96), (384, 512), (7, 200), (4096, 4096)])
+def test_kernels_of_every_form(
+    shape: tuple[int, int], kind: tuple[int, str, int], dtype: torch.dtype
+) -> None:
+    w = coded_weight(*shape, kind, dtype, device="cuda")
+    near = 2**-8 if dtype == torch.bfloat16 else 2**-10
+    assert (w.rows().double() - w.restored.double()).abs().max() <= near * w.restored.abs().max()
+    check_products(w, [1, 8, 9, 33, 65, 130])
 
 
 @pytest.mark.gpu

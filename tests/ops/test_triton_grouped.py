@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_grouped_blocks import NEAR, SHAPES, check_products, weight
+from test_grouped_blocks import KINDS, NEAR, SHAPES, check_products, coded_weight, weight
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -45,6 +45,16 @@ def test_products_and_rows(shape: tuple[int, int], bits: int, dtype: torch.dtype
     rows = w.rows(index)
     assert torch.equal(rows[:2], w.rows()[index[:2]]) and rows[2:].isnan().all()
     check_products(w, ROWS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_form_of_groups(kind: tuple[int, str, int], dtype: torch.dtype) -> None:
+    for n, k in ((64, 96), (100, 200)):
+        w = coded_weight(n, k, kind, dtype, device=DEVICE)
+        near = 2 * torch.finfo(dtype).eps * w.restored.abs().max()
+        assert (w.rows().double() - w.restored.double()).abs().max() <= near
+        check_products(w, [1, 9, 70])
 
 
 @pytest.mark.parametrize("bits", [8, 4])

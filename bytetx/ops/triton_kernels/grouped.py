@@ -1,5 +1,7 @@
 """Products with weights of 8 and 4 bits in groups of 32 features, in the blocks of grouped_blocks.
 
+FORM says how a group's numbers make weights of its codes, as bytetx/ops/group_rows.py has it.
+
 A strip of 16 outputs lies in the order in which the lanes of a warp need it as an operand of the
 matrix unit, as csrc/cuda/grouped_codes.cuh says. Layouts of tensors keep to it: codes are decoded
 in the registers where products read them.
@@ -47,43 +49,74 @@ def _high(words, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pairs(words, magic, NIBBLE: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes of 4 bits in nibbles NIBBLE and NIBBLE + 4."""
+    """Codes of 4 bits in nibbles NIBBLE and NIBBLE + 4, with _ones added."""
     pairs = ((words >> (4 * NIBBLE)) & 0x000F000F) | magic
-    ONES: tl.constexpr = 1024.0 if tl.float16 == DTYPE else 128.0
-    return tl.join(_low(pairs, DTYPE), _high(pairs, DTYPE)) - ONES
+    return tl.join(_low(pairs, DTYPE), _high(pairs, DTYPE))
 
 
 @triton.jit
-def _decoded4(words, numbers, magic, DTYPE: tl.constexpr):
-    """Weights [R, W, e, i % 2, i // 2] of words [R, W] and (scale, least) in numbers [R, W]."""
+def _weights4(codes, numbers, FORM: tl.constexpr, DTYPE: tl.constexpr):
+    """Weights of codes [R, W, e, i % 2] with ones added, and the numbers [R, W] of their groups."""
+    scale = _low(numbers, DTYPE)[:, :, None, None].broadcast_to(codes.shape)
+    second = _high(numbers, DTYPE)[:, :, None, None].broadcast_to(codes.shape)
+    if FORM == "zero":  # it has the ones, too
+        return (codes - second) * scale
+    ONES: tl.constexpr = 1024.0 if tl.float16 == DTYPE else 128.0
+    return tl.fma(codes - ONES, scale, second)
+
+
+@triton.jit
+def _decoded4(words, numbers, magic, FORM: tl.constexpr, DTYPE: tl.constexpr):
+    """Weights [R, W, e, i % 2, i // 2] of words [R, W] and their numbers [R, W]."""
     first = tl.join(_pairs(words, magic, 0, DTYPE), _pairs(words, magic, 1, DTYPE))
     second = tl.join(_pairs(words, magic, 2, DTYPE), _pairs(words, magic, 3, DTYPE))
-    scale = _low(numbers, DTYPE)[:, :, None, None].broadcast_to(first.shape)
-    least = _high(numbers, DTYPE)[:, :, None, None].broadcast_to(first.shape)
     # Joined at the end: products take operands of joins in the order that this module is for.
-    return tl.join(tl.fma(first, scale, least), tl.fma(second, scale, least))
+    return tl.join(_weights4(first, numbers, FORM, DTYPE), _weights4(second, numbers, FORM, DTYPE))
 
 
 @triton.jit
 def _byte(words, magic, BYTE: tl.constexpr):
-    """A code of 8 bits, less 128."""
-    return (((words >> (8 * BYTE)) & 255) | magic).to(tl.float32, bitcast=True) - 8388736.0
+    """A code of 8 bits and 2^23."""
+    return (((words >> (8 * BYTE)) & 255) | magic).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _decoded8(words, scales, magic, DTYPE: tl.constexpr):
-    """Weights [R, W, e, i % 2] of words [R, W] and their scales [R, W]."""
+def _decoded8(words, numbers, magic, FORM: tl.constexpr, DTYPE: tl.constexpr):
+    """Weights [R, W, e, i % 2] of words [R, W].
+
+    numbers: [R, W], where FORM is "least" or "zero" words of two, else scales.
+    """
     even = tl.join(_byte(words, magic, 0), _byte(words, magic, 1))
     odd = tl.join(_byte(words, magic, 2), _byte(words, magic, 3))
-    return tl.join(even, odd).to(DTYPE) * scales[:, :, None, None]
+    codes = tl.join(even, odd)
+    if FORM == "zero":
+        ONES: tl.constexpr = 8387584.0 if tl.float16 == DTYPE else 8388608.0  # f16 has 1024 of them
+        zeros = _high(numbers, DTYPE).to(tl.float32) + ONES
+        scales = _low(numbers, DTYPE)
+        return (codes - zeros[:, :, None, None]).to(DTYPE) * scales[:, :, None, None]
+    elif FORM == "least":
+        scale = _low(numbers, DTYPE)[:, :, None, None].broadcast_to(codes.shape)
+        least = _high(numbers, DTYPE)[:, :, None, None].broadcast_to(codes.shape)
+        return tl.fma((codes - 8388608.0).to(DTYPE), scale, least)
+    else:
+        return (codes - 8388736.0).to(DTYPE) * numbers[:, :, None, None]
 
 
 @triton.jit
-def _of_words(scales, R: tl.constexpr, DTYPE: tl.constexpr):
-    """Scales [R, 8], two in a word, at the words [R, 128] of a group of 8-bit codes."""
-    scales = tl.join(_low(scales, DTYPE), _high(scales, DTYPE))
-    scales = tl.reshape(scales, (R, 8, 1, 2, 1)).broadcast_to((R, 8, 4, 2, 2))
-    return tl.reshape(scales, (R, 128))
+def _of_words(numbers, R: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr):
+    """The numbers that _decoded8 takes for the words [R, 128] of a group.
+
+    numbers: [R, 8], words of two outputs' scales; of other forms [R, 8, 2], a word for each output.
+    """
+    if FORM == "symmetric":
+        scales = tl.join(_low(numbers, DTYPE), _high(numbers, DTYPE))
+        found = tl.reshape(scales, (R, 8, 1, 2, 1))
+    elif FORM == "halves":
+        scales = tl.join(_low(numbers, DTYPE), _high(numbers, DTYPE))
+        found = tl.reshape(scales, (R, 8, 1, 2, 2))
+    else:
+        found = tl.reshape(numbers, (R, 8, 1, 2, 1))
+    return tl.reshape(found.broadcast_to((R, 8, 4, 2, 2)), (R, 128))
 
 
 @triton.jit
@@ -94,6 +127,7 @@ def _strips(
     magic,
     OWN: tl.constexpr,
     BITS: tl.constexpr,
+    FORM: tl.constexpr,
     BY_PAIRS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -104,7 +138,7 @@ def _strips(
     numbers = tl.load(number_words, mask=mask, other=0)
     if BITS == 4:
         numbers = tl.reshape(numbers, (R, 8, 1, 4)).broadcast_to((R, 8, 4, 4))
-        b = _decoded4(codes, tl.reshape(numbers, (R, 128)), magic, DTYPE)
+        b = _decoded4(codes, tl.reshape(numbers, (R, 128)), magic, FORM, DTYPE)
         # strip, warp, r, t, group, half, e, i % 2, i // 2
         b = tl.reshape(b, (OWN, WARPS, 8, 4, 2, 2, 2, 2, 2))
         if BY_PAIRS:
@@ -113,10 +147,14 @@ def _strips(
             b = tl.permute(b, (1, 0, 5, 2, 4, 8, 3, 7, 6))
     else:
         of_second = tl.load(code_words + 128, mask=mask, other=0)
-        first_scales, second_scales = tl.split(tl.reshape(numbers, (R, 8, 2)))
+        if FORM == "symmetric":
+            first, second = tl.split(tl.reshape(numbers, (R, 8, 2)))
+        else:
+            numbers = tl.permute(tl.reshape(numbers, (R, 8, 2, 2)), (0, 1, 3, 2))
+            first, second = tl.split(numbers)
         b = tl.join(
-            _decoded8(codes, _of_words(first_scales, R, DTYPE), magic, DTYPE),
-            _decoded8(of_second, _of_words(second_scales, R, DTYPE), magic, DTYPE),
+            _decoded8(codes, _of_words(first, R, FORM, DTYPE), magic, FORM, DTYPE),
+            _decoded8(of_second, _of_words(second, R, FORM, DTYPE), magic, FORM, DTYPE),
         )
         # strip, warp, r, t, half, i // 2, e, i % 2, group
         b = tl.reshape(b, (OWN, WARPS, 8, 4, 2, 2, 2, 2, 2))
@@ -141,6 +179,7 @@ def _grouped_linear_kernel(
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BITS: tl.constexpr,
+    FORM: tl.constexpr,
     ROWS: tl.constexpr,
     STRIPS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -159,7 +198,7 @@ def _grouped_linear_kernel(
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     STRIP_WORDS: tl.constexpr = 128 if BITS == 4 else 256
-    STRIP_NUMBERS: tl.constexpr = 32 if BITS == 4 else 16  # words, too
+    STRIP_NUMBERS: tl.constexpr = 16 if FORM == "symmetric" else 32  # words, too
     BLOCK_WORDS: tl.constexpr = 4 * (STRIP_WORDS + STRIP_NUMBERS)
     SHARES: tl.constexpr = WARPS if SHARES_K else 1  # blocks of features at a time
     OWN: tl.constexpr = STRIPS if SHARES_K else STRIPS // WARPS  # a warp's strips
@@ -186,9 +225,9 @@ def _grouped_linear_kernel(
         is_block = ((at + block < num_blocks) | IS_EVEN)[:, None]
         is_x = ((rows < m) | (ROWS == 1))[None, :, None] & ((at * 64 + features < k) | IS_EVEN)
         a = tl.load(x_rows + at * 64, mask=is_x, other=0.0)
-        shift = at * BLOCK_WORDS
+        by = at * BLOCK_WORDS
         b = _strips(
-            code_words + shift, number_words + shift, is_block, magic, OWN, BITS, BY_PAIRS, DTYPE
+            code_words + by, number_words + by, is_block, magic, OWN, BITS, FORM, BY_PAIRS, DTYPE
         )
         if not BY_PAIRS:  # in the order of b: group, i // 2, t, i % 2, e
             a = tl.permute(tl.reshape(a, (SHARES, ROWS, 2, 2, 2, 4, 2)), (0, 1, 2, 3, 5, 4, 6))
@@ -247,6 +286,7 @@ def _grouped_rows_kernel(
     magic,
     HAS_INDICES: tl.constexpr,
     BITS: tl.constexpr,
+    FORM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """A program writes ROWS rows of one block of features."""
@@ -268,17 +308,23 @@ def _grouped_rows_kernel(
         code_words = first + (strip * 128 + r * 16)[:, None] + word // 2 * 4
         codes = tl.load(code_words, mask=mask, other=0)
         numbers = tl.load(first + (512 + strip * 32 + r * 4)[:, None], mask=mask, other=0)
-        values = _decoded4(codes, numbers, magic, DTYPE)
+        values = _decoded4(codes, numbers, magic, FORM, DTYPE)
         values = tl.permute(tl.reshape(values, (ROWS, 4, 2, 2, 2, 2)), (0, 2, 5, 4, 1, 3))
     else:
         word = tl.arange(0, 16)[None, :]  # group, t, i // 2
-        first = words + (block * 1088)[:, None]
+        first = words + (block * (1088 if FORM == "symmetric" else 1152))[:, None]
         code_words = first + (strip * 256 + half * 2 + r * 16)[:, None] + word // 8 * 128
         codes = tl.load(code_words + word % 8 // 2 * 4 + word % 2, mask=mask, other=0)
-        number_words = first + (1024 + strip * 16 + r * 2)[:, None] + word // 8
-        numbers = tl.load(number_words, mask=mask, other=0)
-        scales = tl.where(half[:, None] == 0, _low(numbers, DTYPE), _high(numbers, DTYPE))
-        values = _decoded8(codes, scales, magic, DTYPE)
+        if FORM == "symmetric":
+            number_words = first + (1024 + strip * 16 + r * 2)[:, None] + word // 8
+            numbers = tl.load(number_words, mask=mask, other=0)
+            numbers = tl.where(half[:, None] == 0, _low(numbers, DTYPE), _high(numbers, DTYPE))
+        else:
+            number_words = first + (1024 + strip * 32 + r * 4 + half)[:, None] + word // 8 * 2
+            numbers = tl.load(number_words, mask=mask, other=0)
+        if FORM == "halves":
+            numbers = tl.where(word % 2 == 0, _low(numbers, DTYPE), _high(numbers, DTYPE))
+        values = _decoded8(codes, numbers, magic, FORM, DTYPE)
         values = tl.permute(tl.reshape(values, (ROWS, 2, 4, 2, 2, 2)), (0, 1, 3, 5, 2, 4))
     values = tl.reshape(values, (ROWS, 64)).to(tl.float32) * tl.load(factor + index)[:, None]
     values = tl.where(is_there[:, None], values, float("nan"))
@@ -295,6 +341,7 @@ def grouped_linear(
     bias: Tensor | None,
     *,
     bits: int,
+    form: str,
     activation: str,
     residual: Tensor | None,
     is_gated: bool,
@@ -319,12 +366,13 @@ def grouped_linear(
         n,
         k,
         _MAGIC[x.dtype] if bits == 4 else _MAGIC_OF_F32,
-        key=(n, k, bits, x.dtype, activation, is_gated, has, tile),
+        key=(n, k, bits, form, x.dtype, activation, is_gated, has, tile),
         HAS_BIAS=has[0],
         HAS_RESIDUAL=has[1],
         IS_GATED=is_gated,
         ACTIVATION=activation,
         BITS=bits,
+        FORM=form,
         ROWS=tile.rows,
         STRIPS=tile.strips,
         WARPS=tile.num_warps,
@@ -344,6 +392,7 @@ def grouped_rows(
     *,
     k: int,
     bits: int,
+    form: str,
     dtype: torch.dtype,
 ) -> Tensor:
     """GroupedBlocks.rows on checked arguments; indices: int64, or None for all rows."""
@@ -364,6 +413,7 @@ def grouped_rows(
         _MAGIC[dtype] if bits == 4 else _MAGIC_OF_F32,
         HAS_INDICES=indices is not None,
         BITS=bits,
+        FORM=form,
         ROWS=_ROWS,
         num_warps=4,
     )
