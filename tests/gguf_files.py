@@ -8,7 +8,9 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
+from tiny_decoders import tiny_decoder
 
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 F32 = GGMLQuantizationType.F32
 
 
@@ -129,3 +131,28 @@ def in_gguf_layout(
     ):
         return tensor.T
     return tensor
+
+
+def blocks_of(name: str, n: int, k: int) -> np.ndarray:
+    """Rows of random codes with scales near 0.01, uint8 [n, bytes of a row]."""
+    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    rng = np.random.default_rng(n)
+    blocks = rng.integers(0, 256, (n, k // numbers, size), dtype=np.uint8)
+    scales = rng.uniform(0.005, 0.02, (n, k // numbers, 2)).astype(np.float16).view(np.uint8)
+    first = {"Q6_K": 208, "Q3_K": 108, "Q2_K": 80}.get(name, 0)
+    count = 4 if name in ("Q4_1", "Q4_K", "Q5_1", "Q5_K", "Q2_K") else 2
+    blocks[..., first : first + count] = scales[..., :count]
+    return blocks.reshape(n, -1)
+
+
+def write_blocks(path: Path, kinds: dict[str, str]) -> Path:
+    """A llama of random blocks; kinds: formats of matrices by a part of their names."""
+    model = tiny_decoder("llama", **WIDE, num_hidden_layers=2)
+    tensors, raw = tensors_of(model.state_dict(), model.config, gguf.MODEL_ARCH.LLAMA), {}
+    for name, array in tensors.items():
+        if array.ndim == 2:
+            kind = next(kinds[part] for part in kinds if part in name)
+            tensors[name] = blocks_of(kind, *array.shape)
+            raw[name] = gguf.GGMLQuantizationType[kind]
+    fields = fields_of(model.config, **{"ARCH.attention.key_length": 64})
+    return write_gguf(path, "llama", fields, tensors, raw=raw)

@@ -7,23 +7,28 @@ plain weight and need no row. All products and sums are in f32.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from bytetx.checkpoint.packed_codes import (
+    FLOATS,
+    QuantizedModule,
+    Saved,
+    decode_awq,
+    decode_gptq,
+    decode_packed,
+)
 from bytetx.checkpoint.quantization import Quantization
 from bytetx.checkpoint.saved_tensor import (
-    FLOAT_DTYPES,
-    DecodedTensor,
+    SavedCodes,
     SavedTensor,
     StoredTensor,
 )
 from bytetx.errors import CheckpointError
-
-Saved = Mapping[str, SavedTensor]
-_Rows = Callable[[range], torch.Tensor]
+from bytetx.ops.codes import Codes
 
 # The dtypes of codes, which no plain weight has.
 _FP8 = ("F8_E4M3", "F8_E5M2")
@@ -36,7 +41,6 @@ _IGNORED = (
 )
 # The values of 4-bit floats (E2M1), by their codes.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_AWQ_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,51 +56,10 @@ class Scheme:
     name: str
     codes: str
     needed: tuple[str, ...]
-    make: Callable[["_Module"], StoredTensor]
+    make: Callable[["QuantizedModule"], StoredTensor]
     optional: tuple[str, ...] = ()
     fits: Callable[[SavedTensor, Saved], bool] | None = None
     weight: str = "weight"
-
-
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """The tensors of one module; name is the weight's, as the error of a damaged one says it."""
-
-    name: str
-    saved: Saved
-    quantization: Quantization
-
-    def __getitem__(self, ending: str) -> SavedTensor:
-        return self.saved[ending]
-
-    def get(self, ending: str) -> SavedTensor | None:
-        return self.saved.get(ending)
-
-    def stored(
-        self, scheme: str, shape: tuple[int, ...], decode: _Rows, *, is_whole: bool = False
-    ) -> DecodedTensor:
-        """The weight in the dtype of its scales where these have a half one, else bfloat16."""
-        codes = next(iter(self.saved.values()))
-        scales = [one.dtype for one in self.saved.values() if one.dtype in ("F16", "BF16")]
-        dtype = FLOAT_DTYPES[scales[0]] if scales else torch.bfloat16
-        return DecodedTensor(
-            codes.path, self.name, shape, scheme, self.saved, dtype, decode, is_whole
-        )
-
-    def wrong(self, ending: str, needs: str) -> CheckpointError:
-        one = self.saved[ending]
-        return CheckpointError(
-            f"{one.path}: tensor {one.name!r:.200} is {one.dtype} {list(one.shape)}, and must be "
-            f"{needs}; the checkpoint is damaged, or its quantization_config is of another one"
-        )
-
-    def check(self, ending: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> SavedTensor:
-        """One of the tensors, of one of these dtypes and shapes."""
-        one = self.saved[ending]
-        if one.dtype not in dtypes or one.shape not in shapes:
-            known = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-            raise self.wrong(ending, f"{' or '.join(dtypes)} {known}")
-        return one
 
 
 def decode_quantized(
@@ -127,7 +90,7 @@ def decode_quantized(
                     f"{', '.join(stem + ending for ending in missing)} is not there; save or "
                     "download the checkpoint again"
                 )
-            module = _Module(tensor.name, {scheme.codes: tensor, **saved}, method)
+            module = QuantizedModule(tensor.name, {scheme.codes: tensor, **saved}, method)
             if is_transposed:
                 raise CheckpointError(
                     f"{tensor.path}: tensor {tensor.name!r:.200} is quantised ({scheme.name}) in a "
@@ -187,17 +150,16 @@ _TOOLS = {
 }
 
 
-_FLOATS = ("F32", "F16", "BF16", "F64")
 _PIECE_NUMBERS = 1 << 20  # that are decoded at a time
 
 
-def _scaled(module: _Module) -> StoredTensor:
+def _scaled(module: QuantizedModule) -> StoredTensor:
     """Codes of 8 bits, [n, k], times scales: one, one a row, one a group of a row, or one a block
     of rows and columns; integers may have zero points of the same shape."""
     codes = module["weight"]
     ending = "weight_scale_inv" if module.get("weight_scale_inv") else "weight_scale"
     scale = module[ending]
-    if len(codes.shape) != 2 or scale.dtype not in (*_FLOATS, "F8_E8M0"):
+    if len(codes.shape) != 2 or scale.dtype not in (*FLOATS, "F8_E8M0"):
         raise module.wrong(ending, f"a float for {codes.dtype} codes of 2 dims")
     rows, columns = codes.shape
     block = _block_of(module, ending)
@@ -222,7 +184,20 @@ def _scaled(module: _Module) -> StoredTensor:
         own_scales = scales.reshape(-1)[own].view(torch.uint8).view(len(own), -1)
         return torch.cat([codes.read_raw(wanted).view(torch.uint8), own_scales], 1)
 
-    stored = module.stored(FP8 if codes.dtype in _FP8 else "int8", codes.shape, decode)
+    def read(wanted: range, device: torch.device) -> Codes:
+        grid = -(-rows // block[0]), -(-columns // block[1])
+        own = torch.arange(wanted.start, wanted.stop) // block[0]
+        scales = scale.read_raw().float().reshape(grid)[own].to(device)
+        found = codes.read_raw(wanted).to(device).view(torch.uint8).bitwise_xor_(128)
+        zero: torch.Tensor | float = 128.0
+        if zeros is not None:
+            zero = zeros.read_raw().float().reshape(grid)[own].add_(128).to(device)
+        return Codes(found, scales, block[1], zero)
+
+    if codes.dtype == "I8":
+        kept = SavedCodes(8, block[1], read, has_zeros=zeros is not None)
+        return module.stored("int8", codes.shape, decode, codes=kept)
+    stored = module.stored(FP8, codes.shape, decode)
     keeps_rows = codes.dtype == "F8_E4M3" and block[1] >= columns and zeros is None
     return replace(stored, saved_rows=saved_rows) if keeps_rows else stored
 
@@ -234,7 +209,7 @@ def _spread(scales: torch.Tensor, width: int, columns: int) -> torch.Tensor:
     return scales.repeat_interleave(width, dim=1)[:, :columns]
 
 
-def _block_of(module: _Module, ending: str) -> tuple[int, int]:
+def _block_of(module: QuantizedModule, ending: str) -> tuple[int, int]:
     """Rows and columns that share a scale, by the shape of the scales."""
     (rows, columns), shape = module["weight"].shape, module[ending].shape
     given = module.quantization.block
@@ -253,138 +228,6 @@ def _block_of(module: _Module, ending: str) -> tuple[int, int]:
     raise module.wrong(ending, f"one scale for {rows} rows of {columns}, or for rows or blocks")
 
 
-def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [rows, columns] -> codes int32 [rows, columns, 32 / bits], lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return (packed[:, :, None] >> shifts).bitwise_and_((1 << bits) - 1)
-
-
-def _gptq(module: _Module) -> StoredTensor:
-    """Codes of 32 / bits inputs in an integer, [k / 8, n]; groups of inputs share a scale and a
-    zero point, and g_idx says of each input its group."""
-    bits, each = module.quantization.bits, 32 // module.quantization.bits
-    scale, codes = module["scales"], module["qweight"]
-    if len(codes.shape) != 2 or codes.dtype != "I32" or len(scale.shape) != 2:
-        raise module.wrong("qweight", f"I32 [inputs / {each}, outputs]")
-    n, k, groups = codes.shape[1], codes.shape[0] * each, scale.shape[0]
-    size = _group_size(module, k, groups)
-    module.check("scales", _FLOATS, (groups, n))
-    module.check("qzeros", ("I32",), (groups, -(-n // each)))
-    index = module.get("g_idx")
-    if index is not None:
-        module.check("g_idx", ("I32",), (k,))
-    added = 1 if module.quantization.adds_one else 0
-
-    def decode(wanted: range) -> torch.Tensor:
-        packed, scales = codes.read_raw(), scale.read_raw().float()
-        zeros = _unpacked(module["qzeros"].read_raw(), bits).view(groups, -1)[:, :n] + added
-        group = torch.arange(k) // size if index is None else index.read_raw().long()
-        if not 0 <= int(group.min()) <= int(group.max()) < groups:
-            raise module.wrong("g_idx", f"groups from 0 to {groups - 1}")
-
-        def some(outputs: slice) -> torch.Tensor:
-            values = _unpacked(packed[:, outputs], bits).transpose(1, 2).reshape(k, -1)
-            values -= zeros[:, outputs][group]
-            return values.float().mul_(scales[:, outputs][group]).t()
-
-        return _in_pieces(wanted, k, some)
-
-    return module.stored(f"GPTQ {bits}-bit", (n, k), decode, is_whole=True)
-
-
-def _in_pieces(wanted: range, k: int, some: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-    """Rows f32 [len(wanted), k] of some outputs at a time: codes as integers take several times the
-    bytes of the weight.  Pieces begin at multiples of 8, wanted at 0."""
-    found = torch.empty(len(wanted), k)
-    each = max(8, _PIECE_NUMBERS // k // 8 * 8)
-    for start in range(0, len(wanted), each):
-        outputs = slice(start, min(start + each, len(wanted)))
-        found[outputs] = some(outputs)
-    return found
-
-
-def _group_size(module: _Module, k: int, groups: int) -> int:
-    """Inputs that share a scale; their number of groups is checked."""
-    given = module.quantization.group_size
-    size = k if given == -1 else given
-    if groups != -(-k // size):
-        raise module.wrong("scales", f"of {-(-k // size)} groups of {size} of {k} inputs")
-    return size
-
-
-def _awq(module: _Module) -> StoredTensor:
-    """Codes of 32 / bits outputs in an integer, [k, n / 8], in an order of their own."""
-    bits, each = module.quantization.bits, 32 // module.quantization.bits
-    codes, scale = module["qweight"], module["scales"]
-    if len(codes.shape) != 2 or codes.dtype != "I32" or len(scale.shape) != 2:
-        raise module.wrong("qweight", f"I32 [inputs, outputs / {each}]")
-    k, n, groups = codes.shape[0], codes.shape[1] * each, scale.shape[0]
-    size = _group_size(module, k, groups)
-    module.check("scales", _FLOATS, (groups, n))
-    module.check("qzeros", ("I32",), (groups, n // each))
-    order = list(_AWQ_ORDER[bits])
-
-    def decode(wanted: range) -> torch.Tensor:
-        packed, scales = codes.read_raw(), scale.read_raw().float()
-        zeros = _unpacked(module["qzeros"].read_raw(), bits)[:, :, order].reshape(groups, n)
-        group = torch.arange(k) // size
-
-        def some(outputs: slice) -> torch.Tensor:
-            columns = slice(outputs.start // each, -(-outputs.stop // each))
-            values = _unpacked(packed[:, columns], bits)[:, :, order].reshape(k, -1)
-            values -= zeros[:, outputs][group]
-            return values.float().mul_(scales[:, outputs][group]).t()
-
-        return _in_pieces(wanted, k, some)
-
-    return module.stored(f"AWQ {bits}-bit", (n, k), decode, is_whole=True)
-
-
-def _packed(module: _Module) -> StoredTensor:
-    """compressed-tensors' integers: codes of 32 / bits inputs in an integer, [n, k / 8], with the
-    sign bit turned; groups of inputs share a scale and may share a zero point, packed by rows."""
-    shape = module.check("weight_shape", ("I64", "I32"), (2,)).read_raw().tolist()
-    codes, scale = module["weight_packed"], module["weight_scale"]
-    n, k = (int(size) for size in shape)
-    if n < 1 or k < 1 or codes.dtype != "I32" or len(codes.shape) != 2:
-        raise module.wrong("weight_packed", f"I32 of a weight {shape}")
-    sizes = [bits for bits in (4, 8, 2) if codes.shape == (n, -(-k * bits // 32))]
-    if not sizes:
-        raise module.wrong("weight_packed", f"4 or 8 bits of a weight {shape}")
-    bits = sizes[0]
-    is_one = math.prod(scale.shape) == 1
-    is_matrix = len(scale.shape) == 2 and scale.shape[0] == n and scale.shape[1] > 0
-    if scale.dtype not in _FLOATS or not (is_one or is_matrix):
-        raise module.wrong("weight_scale", f"a float [{n}, groups]")
-    groups = 1 if is_one else scale.shape[1]
-    if k % groups and module.get("weight_g_idx") is None:
-        raise module.wrong("weight_scale", f"of groups that divide {k} inputs")
-    zeros, index = module.get("weight_zero_point"), module.get("weight_g_idx")
-    if zeros is not None:  # older versions did not pack them
-        is_packed = zeros.dtype == "I32"
-        rows = -(-n * bits // 32) if is_packed else n
-        module.check("weight_zero_point", ("I32", "I8"), (rows, groups))
-    if index is not None:
-        module.check("weight_g_idx", ("I32", "I64"), (k,))
-    half = 1 << (bits - 1)
-
-    def decode(wanted: range) -> torch.Tensor:
-        values = _unpacked(codes.read_raw(wanted), bits).view(len(wanted), -1)[:, :k] - half
-        group = torch.arange(k) // (k // groups)
-        if index is not None and int(index.read_raw().min()) >= 0:
-            group = index.read_raw().long()
-        scales = scale.read_raw().float().view(-1, groups).expand(n, groups)
-        scales = scales[wanted.start : wanted.stop]
-        if zeros is not None:
-            points = zeros.read_raw()
-            if is_packed:
-                points = _unpacked(points, bits).transpose(1, 2).reshape(-1, groups)[:n] - half
-            values -= points[wanted.start : wanted.stop][:, group]
-        return values.float().mul_(scales[:, group])
-
-    return module.stored(f"int{bits}", (n, k), decode)
-
-
 def _fp4_values(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [..., n] -> f32 [..., 2 n], the low half of a byte first."""
     values = torch.tensor([*_FP4, *(-value for value in _FP4)])
@@ -392,7 +235,7 @@ def _fp4_values(packed: torch.Tensor) -> torch.Tensor:
     return values[codes.long()].flatten(-2)
 
 
-def _nvfp4(module: _Module) -> StoredTensor:
+def _nvfp4(module: QuantizedModule) -> StoredTensor:
     """4-bit floats, [n, k / 2], 16 of which share a scale in FP8, and all of which one in f32: the
     tools of compressed-tensors divide by it, ModelOpt multiplies."""
     ending = "weight_packed" if module.get("weight_packed") else "weight"
@@ -403,7 +246,7 @@ def _nvfp4(module: _Module) -> StoredTensor:
     scale = module.check("weight_scale", ("F8_E4M3",), (n, k // 16))
     divides = module.get("weight_global_scale") is not None
     whole = module["weight_global_scale" if divides else "weight_scale_2"]
-    if math.prod(whole.shape) != 1 or whole.dtype not in _FLOATS:
+    if math.prod(whole.shape) != 1 or whole.dtype not in FLOATS:
         raise module.wrong("weight_global_scale" if divides else "weight_scale_2", "one float")
 
     def decode(wanted: range) -> torch.Tensor:
@@ -416,7 +259,7 @@ def _nvfp4(module: _Module) -> StoredTensor:
     return module.stored("NVFP4", (n, k), decode)
 
 
-def _mxfp4(module: _Module) -> StoredTensor:
+def _mxfp4(module: QuantizedModule) -> StoredTensor:
     """4-bit floats, 32 of which share a power of two: compressed-tensors' [n, k / 2]."""
     codes = module["weight_packed"]
     if len(codes.shape) != 2 or codes.dtype != "U8":
@@ -438,7 +281,7 @@ def _powers(scales: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
 
 
-def _mxfp4_blocks(module: _Module) -> StoredTensor:
+def _mxfp4_blocks(module: QuantizedModule) -> StoredTensor:
     """gpt-oss's experts: blocks U8 [experts, n, k / 32, 16], as [experts, k, n] in the model."""
     codes, scale = module["_blocks"], module["_scales"]
     if len(codes.shape) < 3 or codes.shape[-1] != 16 or codes.dtype != "U8":
@@ -456,19 +299,25 @@ def _mxfp4_blocks(module: _Module) -> StoredTensor:
     return module.stored("MXFP4", shape, decode)
 
 
-def _bnb_int8(module: _Module) -> StoredTensor:
+def _bnb_int8(module: QuantizedModule) -> StoredTensor:
     """Integers [n, k], each row scaled to its largest magnitude (SCB)."""
     codes = module["weight"]
-    scale = module.check("SCB", _FLOATS, codes.shape[:1])
+    scale = module.check("SCB", FLOATS, codes.shape[:1])
 
     def decode(wanted: range) -> torch.Tensor:
         scales = scale.read_raw(wanted).float()[:, None]
         return codes.read_raw(wanted).float().mul_(scales).div_(127)
 
-    return module.stored("bitsandbytes int8", codes.shape, decode)
+    def read(wanted: range, device: torch.device) -> Codes:
+        scales = scale.read_raw(wanted).to(device).float()[:, None] / 127
+        found = codes.read_raw(wanted).to(device).view(torch.uint8).bitwise_xor_(128)
+        return Codes(found, scales, codes.shape[1], 128.0)
+
+    kept = SavedCodes(8, codes.shape[1], read) if len(codes.shape) == 2 else None
+    return module.stored("bitsandbytes int8", codes.shape, decode, codes=kept)
 
 
-def _bnb_4bit(module: _Module) -> StoredTensor:
+def _bnb_4bit(module: QuantizedModule) -> StoredTensor:
     """4-bit codes of a table, the high half of a byte first; blocks share a scale, and the scales
     of nested quantisation are codes of a table, too."""
     ending = next((one for one in _STATES if module.get(one)), None)
@@ -481,13 +330,13 @@ def _bnb_4bit(module: _Module) -> StoredTensor:
         raise module.wrong("weight", f"U8, two codes of a weight {list(shape)} each")
     blocks = -(-count // block)
     nested = module.get("weight.nested_absmax")
-    dtypes = ("U8",) if nested is not None else _FLOATS
+    dtypes = ("U8",) if nested is not None else FLOATS
     scale = module.check("weight.absmax", dtypes, (blocks,))
-    table = module.check("weight.quant_map", _FLOATS, (16,))
+    table = module.check("weight.quant_map", FLOATS, (16,))
     if nested is not None:
         groups = -(-blocks // int(state["nested_blocksize"]))
-        module.check("weight.nested_absmax", _FLOATS, (groups,))
-        module.check("weight.nested_quant_map", _FLOATS, (256,))
+        module.check("weight.nested_absmax", FLOATS, (groups,))
+        module.check("weight.nested_quant_map", FLOATS, (256,))
 
     def scales() -> torch.Tensor:
         if nested is None:
@@ -515,7 +364,7 @@ def _bnb_4bit(module: _Module) -> StoredTensor:
 _STATES = frozenset(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 
 
-def _state(module: _Module, ending: str) -> dict[str, Any]:
+def _state(module: QuantizedModule, ending: str) -> dict[str, Any]:
     """The JSON object that bitsandbytes saves as bytes, checked."""
     try:
         state = json.loads(bytes(module[ending].read_raw().tolist()).decode())
@@ -554,14 +403,14 @@ SCHEMES = (
         "GPTQ or AWQ",
         "qweight",
         ("scales", "qzeros"),
-        lambda module: (_awq if module.quantization.method == "awq" else _gptq)(module),
+        lambda module: (decode_awq if module.quantization.method == "awq" else decode_gptq)(module),
         optional=("g_idx",),
     ),
     Scheme(
         "packed integers",
         "weight_packed",
         ("weight_scale", "weight_shape"),
-        _packed,
+        decode_packed,
         optional=(*_ZEROS, "weight_g_idx"),
         fits=_is_code("I32"),
     ),

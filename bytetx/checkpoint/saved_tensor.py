@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from bytetx.errors import CheckpointError
+from bytetx.ops.codes import Codes
 
 # Of weights: the dtypes that safetensors names so.
 FLOAT_DTYPES = {
@@ -173,6 +174,23 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedCodes:
+    """A weight [n, k] that is saved as codes, before they are read.
+
+    bits: of a code, 2 to 8.  group: features that share a scale.
+    has_zeros: groups have zero points of their own.  has_least: they have least values.
+    read: (rows, the device to unpack them on) -> their codes; None where features are in groups
+    that no order of them makes neighbours.
+    """
+
+    bits: int
+    group: int
+    read: Callable[[range, torch.device], Codes | None]
+    has_zeros: bool = False
+    has_least: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DecodedTensor:
     """A weight whose numbers are computed from what is saved, a piece of its rows at a time.
 
@@ -183,6 +201,7 @@ class DecodedTensor:
     is_whole: whether some rows cost as much as all of them.
     saved_rows: of a range of rows -> their bytes in the scheme's format, uint8 [rows, bytes]; None
     where a row of the weight is no row of what is saved.
+    codes: of a matrix whose numbers are those of Codes; None for others.
     """
 
     path: Path
@@ -194,6 +213,7 @@ class DecodedTensor:
     decode: Callable[[range], torch.Tensor]
     is_whole: bool = False
     saved_rows: Callable[[range], torch.Tensor] | None = None
+    codes: SavedCodes | None = None
 
     @property
     def num_bytes(self) -> int:

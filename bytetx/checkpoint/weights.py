@@ -96,6 +96,8 @@ class Weights(Mapping[str, torch.Tensor]):
             self._saved = decode_quantized(found, spec.quantization, is_transposed=is_transposed)
         self.used: set[str] = set()
         self._prefix = ""
+        # Formats of tensors that were asked for as codes and are read as numbers, and why.
+        self.dequantised: dict[str, str] = {}
         self._added: Mapping[str, Sequence[Change]] = {}
         self._dtype: torch.dtype | None = None
         self._on_tensor = on_tensor
@@ -167,6 +169,10 @@ class Weights(Mapping[str, torch.Tensor]):
             self._on_tensor()
         self.used.add(self._prefix + name)
         return None if name in self._added else self._saved[name]
+
+    def all_stored(self) -> Iterable[StoredTensor]:
+        """How all tensors are stored that nothing is added to; none counts as used."""
+        return [one for name, one in self._saved.items() if name not in self._added]
 
     def saved_name(self, name: str) -> str:
         """The name of a tensor in its file."""

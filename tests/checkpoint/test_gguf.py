@@ -20,7 +20,7 @@ from torch import nn
 import bytetx
 from bytetx.checkpoint.files import load_config, resolve_checkpoint
 from bytetx.checkpoint.gguf import folder as folder_module
-from bytetx.checkpoint.gguf.blocks import DECODERS
+from bytetx.checkpoint.gguf.blocks import BLOCK_FORMATS
 from bytetx.checkpoint.gguf.formats import FORMATS
 from bytetx.checkpoint.layer_spec import LayerSpec
 from bytetx.checkpoint.model_spec import ModelSpec
@@ -39,14 +39,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_blocks_are_decoded_to_the_numbers_of_the_gguf_package(name: str) -> None:
     kind = GGMLQuantizationType[name]
     rng = np.random.default_rng(kind.value)
     raw = rng.integers(0, 256, (1000, FORMATS[kind.value].num_bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):  # random scales are not all finite
         theirs = gguf.quants.dequantize(raw, kind)
-    np.testing.assert_array_equal(DECODERS[name](torch.from_numpy(raw)).numpy(), theirs)
+    np.testing.assert_array_equal(BLOCK_FORMATS[name].values(torch.from_numpy(raw)).numpy(), theirs)
 
 
 def test_names_and_sizes_of_formats_are_those_of_the_gguf_package() -> None:
@@ -199,7 +199,7 @@ def quantised(
     return write_gguf(path, "llama", fields, tensors, raw=raw), model, wanted
 
 
-@pytest.mark.parametrize("name", [*DECODERS, "IQ4_NL", "IQ4_XS", "IQ2_S", "TQ2_0"])
+@pytest.mark.parametrize("name", [*BLOCK_FORMATS, "IQ4_NL", "IQ4_XS", "IQ2_S", "TQ2_0"])
 def test_quantised_tensors_and_their_parts(name: str, tmp_path: Path) -> None:
     """Read by rows and by columns, as ranks do; q and k in the order of transformers' rows."""
     file, _, wanted = quantised(tmp_path / "model.gguf", GGMLQuantizationType[name])

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf_files import fields_of, tensors_of, write_gguf
+from gguf_files import write_blocks
 from tiny import random_ids, save, tiny_model
 from tiny_decoders import tiny_decoder
 from torch import Tensor
@@ -28,7 +28,6 @@ pytestmark = pytest.mark.skipif(
     why_no_panels() is not None, reason=f"weights in groups: {why_no_panels()}"
 )
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 BITS = {"int8": 8, "int4": 4}
 
 
@@ -36,33 +35,6 @@ BITS = {"int8": 8, "int4": 4}
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders of GGUF files are kept below it."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
-
-def blocks_of(name: str, n: int, k: int) -> np.ndarray:
-    """Rows of random codes with scales near 0.01, uint8 [n, bytes of a row]."""
-    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
-    rng = np.random.default_rng(n)
-    blocks = rng.integers(0, 256, (n, k // numbers, size), dtype=np.uint8)
-    scales = rng.uniform(0.005, 0.02, (n, k // numbers, 2)).astype(np.float16).view(np.uint8)
-    if name == "Q6_K":
-        blocks[..., 208:] = scales[..., :2]
-    else:
-        count = 4 if name in ("Q4_1", "Q4_K", "Q5_K") else 2
-        blocks[..., :count] = scales[..., :count]
-    return blocks.reshape(n, -1)
-
-
-def write_blocks(path: Path, kinds: dict[str, str]) -> Path:
-    """A llama of random blocks; kinds: formats of matrices by a part of their names."""
-    model = tiny_decoder("llama", **WIDE, num_hidden_layers=2)
-    tensors, raw = tensors_of(model.state_dict(), model.config, gguf.MODEL_ARCH.LLAMA), {}
-    for name, array in tensors.items():
-        if array.ndim == 2:
-            kind = next(kinds[part] for part in kinds if part in name)
-            tensors[name] = blocks_of(kind, *array.shape)
-            raw[name] = gguf.GGMLQuantizationType[kind]
-    fields = fields_of(model.config, **{"ARCH.attention.key_length": 64})
-    return write_gguf(path, "llama", fields, tensors, raw=raw)
 
 
 def held(model: LoadedCheckpoint) -> list[list[Tensor]]:

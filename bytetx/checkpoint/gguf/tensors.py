@@ -3,18 +3,24 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from bytetx.checkpoint.gguf.architectures import Architecture, architecture_of
-from bytetx.checkpoint.gguf.blocks import DECODERS
+from bytetx.checkpoint.gguf.blocks import BLOCK_FORMATS
 from bytetx.checkpoint.gguf.file import GgufFile, GgufTensor
 from bytetx.checkpoint.model_spec import ModelSpec
-from bytetx.checkpoint.saved_tensor import FLOAT_DTYPES, DecodedTensor, SavedTensor, StoredTensor
+from bytetx.checkpoint.saved_tensor import (
+    FLOAT_DTYPES,
+    DecodedTensor,
+    SavedCodes,
+    SavedTensor,
+    StoredTensor,
+)
 from bytetx.errors import CheckpointError
+from bytetx.ops.codes import Codes
 
 # GGUF's names of a layer's tensors, and bytetx's layer keys.
 _LAYER = {
@@ -145,7 +151,7 @@ def _decoded(tensor: GgufTensor, *, head_dim: int = 0, offset: float = 0.0) -> S
     raw = {"paired" if head_dim else "blocks": saved}
     stored = _stored(tensor, raw, values, tensor.shape)
     is_matrix = len(tensor.shape) == 2 and not tensor.format.is_plain and not offset
-    return replace(stored, saved_rows=saved_rows) if is_matrix else stored
+    return _with_rows(stored, saved_rows, tensor) if is_matrix else stored
 
 
 def _unpaired(saved: SavedTensor, rows: range, head_dim: int) -> torch.Tensor:
@@ -189,7 +195,7 @@ def _joined(first: GgufTensor, second: GgufTensor) -> StoredTensor:
     raw = {"first": _saved(first), "second": _saved(second)}
     stored = _stored(first, raw, values, (split + second.shape[0], *first.shape[1:]))
     is_alike = first.format == second.format and not first.format.is_plain
-    return replace(stored, saved_rows=saved_rows) if is_alike else stored
+    return _with_rows(stored, saved_rows, first) if is_alike else stored
 
 
 def _stored(
@@ -214,8 +220,27 @@ def _numbers(tensor: GgufTensor, raw: torch.Tensor) -> torch.Tensor:
     if tensor.format.is_plain:
         return raw
     blocks = raw.reshape(-1, tensor.format.num_bytes)
-    decode = DECODERS.get(tensor.format.name) or partial(_by_gguf, tensor)
-    return decode(blocks).view(*raw.shape[:-1], -1)
+    known = BLOCK_FORMATS.get(tensor.format.name)
+    values = _by_gguf(tensor, blocks) if known is None else known.values(blocks)
+    return values.view(*raw.shape[:-1], -1)
+
+
+def _with_rows(stored: DecodedTensor, saved_rows: _Values, tensor: GgufTensor) -> DecodedTensor:
+    """A matrix whose rows are rows of blocks in the tensor's format."""
+    stored, known = replace(stored, saved_rows=saved_rows), BLOCK_FORMATS.get(tensor.format.name)
+    if known is None:
+        return stored
+
+    def read(rows: range, device: torch.device) -> Codes:
+        blocks = saved_rows(rows).to(device).reshape(-1, tensor.format.num_bytes)
+        found, n = known.codes(blocks), len(rows)
+        least = None if found.least is None else found.least.reshape(n, -1)
+        codes, scale = found.codes.reshape(n, -1), found.scale.reshape(n, -1)
+        return replace(found, codes=codes, scale=scale, least=least)
+
+    return replace(
+        stored, codes=SavedCodes(known.bits, known.group, read, has_least=known.has_least)
+    )
 
 
 def _by_gguf(tensor: GgufTensor, blocks: torch.Tensor) -> torch.Tensor:
