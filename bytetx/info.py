@@ -16,7 +16,9 @@ def checkpoint_info(
     """Family, sizes, dtype, device, ranks, heads and their labels, limits, tensors left unused.
 
     weights_formats are the bytes in the files by format, such as F32 or Q4_K, and weights_bits what
-    a parameter has of them; held_bytes are those of all weights in this process's memory.
+    a parameter has of them; held_bytes are those of all weights in this process's memory, and
+    held_bits what a parameter has of them. dequantised_formats: of a checkpoint whose codes are
+    kept, those that are not, and why.
     max_tokens: of one text.  token_budget: tokens of one forward pass.  prefix_cache_bytes: of
     prefixes that are kept.  kv_cache_max_error: of a number of a key or value that a cache keeps in
     fewer bits than the model's, relative.
@@ -35,6 +37,7 @@ def checkpoint_info(
         "span extraction": heads.extraction,
         "listwise ranking": heads.ranking,
     }
+    held_bytes = weights_bytes([checkpoint.transformer, heads])
     return {
         "path": str(checkpoint_path(checkpoint.folder)),
         "family": spec.family,
@@ -42,7 +45,9 @@ def checkpoint_info(
         "num_parameters": checkpoint.num_parameters,
         "weights_formats": dict(checkpoint.saved_formats),
         "weights_bits": _bits(checkpoint),
-        "held_bytes": weights_bytes([checkpoint.transformer, heads]),
+        "held_bytes": held_bytes,
+        "held_bits": round(8 * held_bytes / max(checkpoint.num_parameters, 1), 2),
+        "dequantised_formats": dict(checkpoint.dequantised),
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "num_heads": spec.num_heads,

@@ -23,7 +23,8 @@ from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.adapters import Adapters
 from bytetx.nn.coded_cache import with_cache_dtype
-from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_generation
+from bytetx.nn.loading import LoadedCheckpoint, load_generation
+from bytetx.nn.token_budget import default_token_budget
 from bytetx.parallel.grid import Grid
 from bytetx.runtime.device_memory import default_prefix_cache_bytes
 from bytetx.runtime.forking import computing
@@ -69,10 +70,11 @@ def load(
     as the hub knows them); a LoRA adapter is merged into its base model.
     adapters: LoRA adapters beside the model, which calls and texts choose by name (add_adapter).
     device: "auto" is CUDA where there is one.  dtype: float32, bfloat16 or float16 (fp32, bf16,
-    fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16; "fastest"
-    is bfloat16 on a CPU that multiplies it faster, elsewhere as "auto"; fp8: GEMMs multiply
-    E4M3 rows, on Hopper GPUs; int8, int4: weights stay 8 or 4 bits in memory, on GPUs from
-    Ampere on and on CPUs, which round rows to 8 bits (docs/quantization.md).
+    fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16, and codes
+    of a causal checkpoint of 4 or 8 bits stay so; "fastest" is bfloat16 on a CPU that multiplies it
+    faster, elsewhere as "auto"; fp8: GEMMs multiply E4M3 rows, on Hopper GPUs; int8, int4: weights
+    stay 8 or 4 bits in memory, on GPUs from Ampere on and on CPUs, which round rows to 8 bits
+    (docs/quantization.md).
     tp: processes that share the layers, each on a GPU of its own (on "cpu", all on the CPU); the
     others are started here, hold their share alone and end with the Model or its close().
     grid: processes in data x z x y x x, as "data2.z2": data takes some texts of each batch, z as
@@ -250,7 +252,7 @@ class Model(ModelTasks):
             load,
             checkpoint.folder.resolve(),
             device=str(checkpoint.device),
-            dtype=checkpoint.quantization or checkpoint.dtype,
+            dtype=checkpoint.dtype_option,
             token_budget=self.token_budget,
             prefix_cache_bytes=self.prefix_cache_bytes,
             cuda_graphs=self.cuda_graphs,

@@ -12,7 +12,6 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
 from bytetx.nn.loading import (
     LoadedCheckpoint,
-    default_token_budget,
     load_checkpoint,
     load_spec,
     overflows_float16,
@@ -22,6 +21,7 @@ from bytetx.nn.loading import (
 )
 from bytetx.nn.quantization import WEIGHT_FORMATS
 from bytetx.nn.sentence_modules import load_sentence_spec
+from bytetx.nn.token_budget import default_token_budget
 from bytetx.parallel.grid import Grid, parse_grid
 
 if TYPE_CHECKING:

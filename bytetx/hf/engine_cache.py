@@ -7,7 +7,8 @@ from functools import partial
 from bytetx.generate.build import build_engine, generation_sizes
 from bytetx.generate.engine import GenerationEngine
 from bytetx.nn.heads import LmHead
-from bytetx.nn.loading import LoadedCheckpoint, default_token_budget
+from bytetx.nn.loading import LoadedCheckpoint
+from bytetx.nn.token_budget import default_token_budget
 from bytetx.ops.check import addresses
 
 

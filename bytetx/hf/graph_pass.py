@@ -19,7 +19,7 @@ import torch
 
 from bytetx.buckets import FILLER_TOKENS, Bucket, bucket_of
 from bytetx.hf.padding import MaskFacts
-from bytetx.nn.loading import default_token_budget
+from bytetx.nn.token_budget import default_token_budget
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.padding import pack_padded, unpack_padded

@@ -415,7 +415,11 @@ def _lm_head(
     part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
     bias = None if head.bias is None else load.tensor(head.bias, shape[:1], part=part)
     more = (spec.vocab_size, blocks, spec.logits_divisor, spec.logits_softcap)
-    if coded is not None:
+    if load.keeps_codes:
+        kept = _kept_decoder(spec, load, head, coded)
+        if kept is not None:
+            return LmHead(replace(kept, bias=bias), *more)
+    elif coded is not None:
         return LmHead(_coded_decoder(spec, load, head, coded, bias), *more)
     if not spec.tie_word_embeddings:
         return LmHead(load.linear_from(load.tensor(head.decoder, shape, part=part), bias), *more)
@@ -428,6 +432,19 @@ def _lm_head(
     prepack = load.prepack and word.nbytes <= _MAX_COPIED_HEAD_BYTES
     decoder = prepare_linear(word, bias, prepack=prepack, batch_invariant=load.batch_invariant)
     return LmHead(decoder, *more)
+
+
+def _kept_decoder(
+    spec: ModelSpec, load: TensorLoader, head: HeadSpec, coded: CodedWeight | None
+) -> CodedWeight | None:
+    """A head as it is saved, or the word embedding in use; None where it is of floats."""
+    assert head.decoder
+    if head.decoder not in load.tensors:
+        return coded
+    saved = load.kept_table(head.decoder, (spec.vocab_size, spec.embedding_size))
+    if saved is None or coded is None or not spec.tie_word_embeddings:
+        return saved
+    return coded if torch.equal(saved.codes, coded.codes) else saved
 
 
 def _coded_decoder(

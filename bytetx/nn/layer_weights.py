@@ -1,6 +1,7 @@
 """A model's layers from named tensors, all of them or the shard of one rank."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,10 +29,11 @@ from bytetx.nn.mixers import load_mixer
 from bytetx.nn.quantization import weight_format
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
-from bytetx.nn.tensors import TensorLoader
+from bytetx.nn.tensors import Matrix, TensorLoader
 from bytetx.ops.coded_rows import GROUP
 from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight, in_turn
+from bytetx.ops.group_rows import GroupRows
 from bytetx.ops.linear import prepack_linear
 from bytetx.ops.norm import RmsNorm, RowNorm
 from bytetx.ops.weight import Weight
@@ -41,7 +43,7 @@ if TYPE_CHECKING:  # it imports what only processes that share a model need
     from bytetx.nn.weight_gather import LayerShard
 
 # Weight and bias of a linear layer.
-_Tensors = tuple[torch.Tensor, torch.Tensor | None]
+_Tensors = tuple[Matrix, torch.Tensor | None]
 
 
 def load_layers(
@@ -214,6 +216,8 @@ class _LayerReader:
             self.load, self.format = self.load.coded(bits), None
         if self.format is not None and self.format.keeps_fp8 and self._takes_rows():
             self.load = self.load.in_fp8()
+        if self.format is not None and self.format.keeps_codes and self._takes_rows():
+            self.load, self.format = self.load.keeping_codes(), None
         self.prepack = load.prepack and self.format is None and self.weight_gather is None
         # Features that are read; None: all.
         self.heads: range | None = None
@@ -399,7 +403,8 @@ class _LayerReader:
         outputs = self._fused_outputs(q_rows, kv_rows)
         weight, bias = self._tensors(names, "qkv", rows, spec.hidden_size, outputs=outputs)
         if self.layer_spec.qkv == "interleaved" and not self.load.shares:
-            weight = separate_heads(weight, spec, self.shard)
+            order = partial(separate_heads, spec=spec, shard=self.shard)
+            weight = weight.mapped(order) if isinstance(weight, GroupRows) else order(weight)
             bias = None if bias is None else separate_heads(bias, spec, self.shard)
         if "q_bias" in names:
             bias = self._separate_biases(names, q_rows)
@@ -431,6 +436,7 @@ class _LayerReader:
                 rows, hidden = self.spec.num_heads * self.spec.head_dim, self.spec.hidden_size
                 outputs = _ranges(self.heads)
                 weight, bias = self._tensors(names, key, rows, hidden, outputs=outputs)
+            assert isinstance(weight, torch.Tensor)  # _takes_rows says so
             head_dim = self.spec.head_dim
             found[key] = project_positions(self.positions, weight, bias, head_dim=head_dim)
         return found.get("pos_k"), found.get("pos_q")
@@ -658,7 +664,7 @@ class _LayerReader:
         *,
         outputs: tuple[range, ...] | None = None,
         inputs: tuple[range, ...] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> _Tensors:
         """Weight [n, k] and bias [n] or None, in whichever layout the weight is saved.
 
         outputs, inputs: of n, or of k, those that are read.
@@ -672,6 +678,7 @@ class _LayerReader:
         shape = (k, n) if is_transposed else (n, k)
         weight = self.load.matrix(f"{names[key]}.weight", shape, part=part)
         if is_transposed:
+            assert isinstance(weight, torch.Tensor)  # _takes_rows says so
             weight = weight.t().contiguous()
         if key not in self.layer_spec.biases:
             return weight, None

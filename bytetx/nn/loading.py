@@ -42,7 +42,7 @@ from bytetx.nn.blocks import Blocks
 from bytetx.nn.checkpoint_heads import Heads, load_heads
 from bytetx.nn.executor import Executor
 from bytetx.nn.layer_mean import with_layer_mean
-from bytetx.nn.quantization import WEIGHT_FORMATS, held_bits, wanted_quantization
+from bytetx.nn.quantization import SAVED, WEIGHT_FORMATS, memory_bits, wanted_format
 from bytetx.nn.sentence_modules import (
     ACTIVATIONS,
     Dense,
@@ -87,6 +87,8 @@ class LoadedCheckpoint:
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
     the whole model where ranks share it.  saved_formats: bytes in the files by format.
+    quantization: a key of WEIGHT_FORMATS, or SAVED.  dequantised: with SAVED, formats whose tensors
+    are held as numbers, and why.
     batch_invariant: see nn/batch_invariance.py.  kv_cache_dtype: see nn/coded_cache.py.
     families: the folder of the caller's own families.
     """
@@ -106,6 +108,7 @@ class LoadedCheckpoint:
     quantization: str | None = None
     num_parameters: int = 0
     saved_formats: Mapping[str, int] = field(default_factory=dict)
+    dequantised: Mapping[str, str] = field(default_factory=dict)
     token_weight: LinearWeight | None = None
     token_modules: tuple[Module, ...] = ()
     pair_template: ChatTemplate | None = None
@@ -121,6 +124,13 @@ class LoadedCheckpoint:
     generation: GenerationDefaults = GenerationDefaults()
     kv_cache_dtype: str = "auto"
     executor: Executor = field(default_factory=Executor)
+
+    @property
+    def dtype_option(self) -> str | torch.dtype:
+        """The dtype to load the same model with."""
+        if self.quantization == SAVED:
+            return "auto"
+        return self.quantization or self.dtype
 
 
 def load_checkpoint(
@@ -228,10 +238,10 @@ def _load(
     extraction = read_extraction(sentence.folder, spec, families)
     tokenizer = _load_tokenizer(sentence, spec)
     weights = _open_weights(sentence, spec, head, decisions.adapter, on_tensor=on_tensor)
-    quantization = wanted_quantization(dtype, spec, device)
+    quantization = wanted_format(dtype, spec, weights, device, is_alone=blocks is None)
     saved = _preferred_dtype(spec, weights.dtype)
     dtype = resolve_dtype(dtype, device, saved=saved, overflows_float16=overflows_float16(spec))
-    bits, parts = held_bits(quantization, spec), _num_parts(spec, blocks)
+    bits, parts = memory_bits(quantization, spec, weights, dtype), _num_parts(spec, blocks)
     check_fits(weights.num_parameters, dtype, device, parts=parts, bits=bits)
     tasks = read_task_adapters(
         sentence.folder, config, weights, spec, default=sentence.default_task
@@ -283,6 +293,7 @@ def _load(
         quantization=quantization,
         num_parameters=weights.num_parameters,
         saved_formats=weights.formats,
+        dequantised=dict(weights.dequantised),
         extraction=extraction,
         token_weight=token_weight,
         token_modules=token_modules,
@@ -463,29 +474,6 @@ def _load_token_modules(
     return projection, *modules
 
 
-def default_token_budget(spec: ModelSpec, device: torch.device) -> int:
-    """Tokens of one forward pass where the caller names none.
-
-    Between two steps a GPU is idle for about 80 us, and its last wave of tiles is seldom full:
-    encoders take 5 % less time for 32k tokens per step than for 16k (H200, MiniLM and BERT-base),
-    and with more the gain is small. In a causal model, other sequences wait for the longest step.
-
-    On a CPU each thread needs a few hundred rows to amortise the start of its GEMMs. More costs
-    cache and memory, and saves barriers of the threads, which wait longer where other work has the
-    cores: MiniLM on two of them, both busy with other processes as well, takes 6.4 s of CPU
-    time for 100 texts at 1024 tokens per step, 5.1 s at 2048 and 4.4 s at 4096; on one thread
-    3.7 s. With 2048 its memory peaks where it does with 1024; with 4096 it is 27 MiB more.
-    A static embedding's step is over in less time than it takes to make one of 2048 tokens: 1000
-    texts of 40 tokens take 5 % less CPU time at 16384.
-    """
-    if not spec.num_layers:
-        return 16384
-    if device.type == "cuda":
-        return 16384 if spec.is_causal else 32768
-    tokens_each = 512 if spec.is_causal else 1024
-    return min(max(tokens_each * torch.get_num_threads(), 1024), 8192)
-
-
 def load_spec(folder: Path, families: Families | None = None) -> ModelSpec:
     """The spec of a checkpoint's config.json. families: None are those of models/.
 
@@ -575,6 +563,8 @@ def _load_model(
             prepack=prepack,
             batch_invariant=batch_invariant,
         )
+        if quantization == SAVED:
+            loader = loader.keeping_codes()
         heads = load_heads(
             spec,
             loader,

@@ -7,8 +7,10 @@ from functools import partial
 import torch
 
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.weights import Weights
 from bytetx.errors import OptionError
 from bytetx.nn import fp8, int8
+from bytetx.nn.kept_codes import keeps_codes, kept_bits
 from bytetx.nn.layer import LayerWeights
 from bytetx.ops.coded_linear import prepare_coded_linear
 from bytetx.ops.grouped_blocks import why_no_coded_kernel
@@ -25,6 +27,7 @@ class WeightFormat:
     bits: of most parameters in memory; None: those of dtype.
     coded_bits: of codes in groups that layers are read in on a CPU, so that codes of a GGUF file
     are kept; None: they are read as floats, and converted.
+    keeps_codes: whether matrices are read as they are saved, so that codes of any file are kept.
     keeps_fp8: whether matrices are read as rows in E4M3, so that codes of an FP8 file are kept.
     table_bits: of codes in groups that are kept of the word table and a head over the vocabulary;
     None: they stay.
@@ -35,11 +38,15 @@ class WeightFormat:
     dtype: Callable[[], torch.dtype] | None = None
     bits: float | None = None
     coded_bits: int | None = None
+    keeps_codes: bool = False
     keeps_fp8: bool = False
     table_bits: int | None = None
 
 
+# Options that leave the dtype to the checkpoint and the device.
+_OWN_DTYPES = ("auto", "fastest")
 FP8, INT8, INT4 = "fp8", "int8", "int4"
+SAVED = "codes as saved"  # no dtype: what a GPU makes of a checkpoint of few bits by itself
 
 
 def _check_groups(name: str, spec: ModelSpec, device: torch.device) -> None:
@@ -99,15 +106,38 @@ _CAUSAL = {
 }
 
 
+_SAVED = WeightFormat(lambda spec, device: None, lambda layer, is_last: layer, keeps_codes=True)
+
+
 def weight_format(name: str, spec: ModelSpec) -> WeightFormat:
-    """The format that a dtype, a key of WEIGHT_FORMATS, names in this model."""
+    """The format that a dtype, a key of WEIGHT_FORMATS, names in this model, or that of SAVED."""
+    if name == SAVED:
+        return _SAVED
     found = WEIGHT_FORMATS[name]
     return _CAUSAL.get(name, found) if spec.is_causal else found
 
 
-def held_bits(name: str | None, spec: ModelSpec) -> float | None:
+def memory_bits(
+    name: str | None, spec: ModelSpec, weights: Weights, dtype: torch.dtype
+) -> float | None:
     """Bits of most parameters in memory; None: those of the dtype.  name: None for a plain one."""
+    if name == SAVED:
+        return kept_bits(weights, dtype)
     return None if name is None else weight_format(name, spec).bits
+
+
+def wanted_format(
+    dtype: str | torch.dtype,
+    spec: ModelSpec,
+    weights: Weights,
+    device: torch.device,
+    *,
+    is_alone: bool,
+) -> str | None:
+    """As of wanted_quantization, or SAVED.  is_alone: one process holds the model."""
+    if dtype in _OWN_DTYPES and is_alone and keeps_codes(spec, weights, device):
+        return SAVED
+    return wanted_quantization(dtype, spec, device)
 
 
 def wanted_quantization(

@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import TypeAlias
 
 import torch
 
@@ -14,14 +15,21 @@ from bytetx.checkpoint.saved_tensor import DecodedTensor, Part, take_part
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError
 from bytetx.nn.coded_tensors import read_coded
+from bytetx.nn.kept_codes import read_rows
 from bytetx.ops.coded_linear import CodedWeight, prepare_coded_linear
 from bytetx.ops.coded_rows import GROUP, are_finite, features_of
 from bytetx.ops.fp8_linear import are_finite_rows, fp8_from_rows, fp8_rows, prepare_fp8_linear
 from bytetx.ops.gated import GatedWeight, gate_block, in_turn, prepare_gated
+from bytetx.ops.group_rows import GroupRows, join_rows
+from bytetx.ops.grouped_blocks import GroupedBlocks, blocks_from_rows
 from bytetx.ops.grouped_linear import grouped_from_rows
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.norm import NORMS, RowNorm
+from bytetx.ops.stacked_weight import StackedWeight
 from bytetx.ops.weight import Weight
+
+# A layer's matrix: floats, or rows of codes of one kind or the other.
+Matrix: TypeAlias = torch.Tensor | GroupRows
 
 # Missing tensors that are looked for before the search ends.
 _MAX_MISSING = 1000
@@ -50,6 +58,8 @@ class TensorLoader:
         self.bits: int | None = None
         # Matrices are read as rows in E4M3.
         self.is_fp8 = False
+        # Matrices are read as GroupRows where they are saved as codes, else as floats.
+        self.keeps_codes = False
 
     def in_float32(self) -> "TensorLoader":
         """The same loader of a checkpoint's tensors, in f32."""
@@ -77,6 +87,12 @@ class TensorLoader:
         """
         loader = copy(self)
         loader.bits = bits
+        return loader
+
+    def keeping_codes(self) -> "TensorLoader":
+        """The same loader, which makes GroupedBlocks of matrices that are saved as codes."""
+        loader = copy(self)
+        loader.keeps_codes = True
         return loader
 
     def in_fp8(self) -> "TensorLoader":
@@ -133,21 +149,44 @@ class TensorLoader:
             )
         return saved.to(device=self.device, dtype=torch.int32)
 
-    def matrix(
-        self, name: str, shape: tuple[int, int], *, part: Part | None = None
-    ) -> torch.Tensor:
+    def matrix(self, name: str, shape: tuple[int, int], *, part: Part | None = None) -> Matrix:
         """A layer's matrix: as tensor(), or its rows of codes."""
+        if self.keeps_codes and (found := self._group_rows(name, shape)) is not None:
+            return found
         if self.bits is None and not self.is_fp8:
             return self.tensor(name, shape, part=part)
         assert part is None  # layers that are divided have plain weights
         if self.bits is None:
             return self._fp8_rows(name, shape)
+        return self._coded_rows(name, shape)
+
+    def _coded_rows(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """A matrix as rows of codes for a CPU (bytetx/ops/coded_rows.py)."""
+        assert self.bits is not None
         self.require([name])
         _check_shape(name, self.shape(name), shape)
         rows = read_coded(self.tensors, name, self.bits)
         if not are_finite(rows):
             raise _not_finite(name, torch.float32)
         return rows
+
+    def _group_rows(self, name: str, shape: tuple[int, int]) -> GroupRows | None:
+        self.require([name])
+        rows = read_rows(self.tensors, name, torch.device(self.device))
+        if rows is None:
+            return None
+        _check_shape(name, self.shape(name), shape)
+        if not rows.are_finite:
+            raise _not_finite(name, torch.float32)
+        return rows
+
+    def kept_table(self, name: str, shape: tuple[int, int]) -> GroupedBlocks | None:
+        """A matrix whose rows are looked up, as it is saved; None where that is as floats."""
+        rows = self._group_rows(name, shape)
+        return None if rows is None or rows.order is not None else self._blocks(rows, None)
+
+    def _blocks(self, rows: GroupRows, bias: torch.Tensor | None) -> GroupedBlocks:
+        return blocks_from_rows(rows, bias, self.dtype, batch_invariant=self.batch_invariant)
 
     def _fp8_rows(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         """A matrix as rows in E4M3; those of a file that has one scale a row are kept."""
@@ -167,7 +206,7 @@ class TensorLoader:
     def grouped(self, name: str, shape: tuple[int, int], *, bits: int) -> CodedWeight:
         """A matrix in groups of features, without a bias."""
         if shape[1] % GROUP == 0 and torch.device(self.device).type == "cpu":
-            rows = self.coded(bits).matrix(name, shape)
+            rows = self.coded(bits)._coded_rows(name, shape)
             return grouped_from_rows(rows, None, shape[1], bits, dtype=self.dtype)
         weight = self.plain().linear_from(self.tensor(name, shape), None)
         return prepare_coded_linear(weight, bits=bits)
@@ -211,24 +250,43 @@ class TensorLoader:
         return self.linear_from(weight, self.tensor(f"{stem}.bias", (n,)) if has_bias else None)
 
     def out_linear_from(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_sharded: bool
+        self, weight: Matrix, bias: torch.Tensor | None, *, is_sharded: bool
     ) -> Weight:
         """is_sharded: weight holds some of the inputs; the sum over ranks gets the bias."""
         if is_sharded:
+            assert isinstance(weight, torch.Tensor)  # layers that are divided have plain weights
             return replace(self.linear_from(weight, None), sum_bias=bias)
         return self.weight_from(weight, bias)
 
-    def fused_linear(self, parts: list[tuple[torch.Tensor, torch.Tensor | None]]) -> Weight:
+    def fused_linear(self, parts: list[tuple[Matrix, torch.Tensor | None]]) -> Weight:
         """One linear of (weight [n, k], bias [n]) parts, stacked; a missing bias counts as 0."""
-        weight = fuse_rows([weight for weight, _ in parts])
-        if all(bias is None for _, bias in parts):
-            return self.weight_from(weight, None)
-        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
-        biases = [zeros(w.shape[0]) if bias is None else bias for w, bias in parts]
-        return self.weight_from(weight, fuse_rows(biases))
+        biases: list[torch.Tensor] | None = None
+        if any(bias is not None for _, bias in parts):
+            zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+            biases = [zeros(len(w)) if bias is None else bias for w, bias in parts]
+        # Neighbours that one weight holds are one; codes of other kinds are weights of their own.
+        runs: list[list[int]] = []
+        for i, (own, _) in enumerate(parts):
+            before = parts[i - 1][0] if i else None
+            is_alike = (
+                own.is_like(before)
+                if isinstance(own, GroupRows)
+                else (isinstance(before, torch.Tensor))
+            )
+            if is_alike:
+                runs[-1].append(i)
+            else:
+                runs.append([i])
+        stacked = []
+        for run in runs:
+            bias = None if biases is None else fuse_rows([biases[i] for i in run])
+            stacked.append(self.weight_from(_joined([parts[i][0] for i in run]), bias))
+        return stacked[0] if len(stacked) == 1 else StackedWeight(tuple(stacked))
 
-    def weight_from(self, matrix: torch.Tensor, bias: torch.Tensor | None) -> Weight:
+    def weight_from(self, matrix: Matrix, bias: torch.Tensor | None) -> Weight:
         """A linear of what `matrix` gave, rows in any order, and bias [n]."""
+        if isinstance(matrix, GroupRows):
+            return self._blocks(matrix, bias)
         if self.is_fp8:
             return fp8_from_rows(matrix, bias, dtype=self.dtype)
         if self.bits is None:
@@ -244,12 +302,14 @@ class TensorLoader:
 
     def gated(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        gate: Matrix,
+        up: Matrix,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
     ) -> GatedWeight:
-        """A gated linear from tensors at hand: gate, up [n, k], biases [n]."""
+        """A gated linear of what `matrix` gave: gate, up [n, k], biases [n]."""
+        if isinstance(gate, GroupRows) or isinstance(up, GroupRows):
+            return self._gated_codes(gate, up, gate_bias, up_bias)
         biases = {"gate_bias": gate_bias, "up_bias": up_bias}
         if self.shares and (gate_bias is None) == (up_bias is None):
             stacked = self.fused_linear([(gate, gate_bias), (up, up_bias)])
@@ -263,6 +323,31 @@ class TensorLoader:
         return prepare_gated(
             gate, up, **biases, prepack=self.prepack, batch_invariant=self.batch_invariant
         )
+
+    def _gated_codes(
+        self,
+        gate: Matrix,
+        up: Matrix,
+        gate_bias: torch.Tensor | None,
+        up_bias: torch.Tensor | None,
+    ) -> GatedWeight:
+        n = len(gate)
+        if not isinstance(gate, GroupRows) or not gate.is_like(up) or not isinstance(up, GroupRows):
+            parts = [(gate, gate_bias), (up, up_bias)]
+            return GatedWeight(self.fused_linear(parts), n, n)
+        block, bias = gate_block(n), None
+        if gate_bias is not None and up_bias is not None:
+            bias = in_turn(gate_bias, up_bias, block)
+        rows = join_rows([gate, up], partial(in_turn, block=block))
+        return GatedWeight(self._blocks(rows, bias), n, block)
+
+
+def _joined(parts: list[Matrix]) -> Matrix:
+    """Alike parts, one behind the other."""
+    rows = [part for part in parts if isinstance(part, GroupRows)]
+    if rows:
+        return rows[0] if len(rows) == 1 else join_rows(rows)
+    return fuse_rows([part for part in parts if isinstance(part, torch.Tensor)])
 
 
 def _check_shape(name: str, saved: tuple[int, ...], implied: tuple[int, ...]) -> None:

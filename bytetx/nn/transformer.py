@@ -359,9 +359,13 @@ def _coded_table(
 ) -> CodedWeight | None:
     """The word table in few bits, where the quantization keeps it so."""
     kept = None if quantization is None else weight_format(quantization, spec)
-    if kept is None or kept.table_bits is None or shard is not None:
+    if kept is None or shard is not None:
         return None
     shape = (spec.vocab_size, spec.embedding_size)
+    if kept.keeps_codes:
+        return load.kept_table(spec.embeddings["word"], shape)
+    if kept.table_bits is None:
+        return None
     return load.grouped(spec.embeddings["word"], shape, bits=kept.table_bits)
 
 
