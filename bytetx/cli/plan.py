@@ -31,7 +31,12 @@ def plan(
     rate: Annotated[float | None, typer.Option(help="Texts a second to be served.")] = None,
     memory_gib: Annotated[float | None, typer.Option(help="Of a GPU; the machine's.")] = None,
     goal: Annotated[str, typer.Option(help="latency, throughput or memory.")] = "throughput",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="bfloat16, float16, float32, or auto: bfloat16 and codes that one GPU keeps."
+        ),
+    ] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help=KV_CACHE_DTYPE_HELP)] = "auto",
     families: Annotated[str | None, typer.Option(help=FAMILIES_HELP)] = None,
     top: Annotated[int, typer.Option(min=1, help="Grids that are shown.")] = 10,
@@ -85,6 +90,9 @@ def plan(
         )
         print(json.dumps(asdict(found), indent=2) if as_json else report.year_text(found))
         return
+    kept_bits = 0.0
+    if dtype == "auto":
+        dtype, kept_bits = "bfloat16", _kept_bits(model, families)
     planned = planning.plan(
         model,
         machine=machine,
@@ -97,6 +105,7 @@ def plan(
         goal=goal,  # type: ignore[arg-type]  # plan checks it
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
+        kept_bits=kept_bits,
         families=families,
     )
     if explain is not None and as_json:
@@ -109,6 +118,21 @@ def plan(
         print(json.dumps(planned.as_dict(), indent=2))
     else:
         print(report.plan_text(planned, top=top))
+
+
+def _kept_bits(model: str, families: str | None) -> float:
+    """Bits of a weight that a GPU keeps of a checkpoint of few bits; 0 of another model."""
+    from bytetx.checkpoint.files import begins_static, load_config, transformer_folder
+
+    folder = Path(model)
+    if not folder.is_dir() or begins_static(folder):
+        return 0.0
+    own = transformer_folder(folder)
+    if not any(own.glob("*.gguf")) and not load_config(own).get("quantization_config"):
+        return 0.0
+    from bytetx.nn.kept_codes import planned_bits  # it imports torch
+
+    return planned_bits(own, families)
 
 
 def _lengths(given: str) -> str | list[int]:

@@ -337,8 +337,10 @@ def memory_of(
     # Every rank receives the rows of all slots, and puts them in the order of the batch.
     received = 2 * total_rows * shape.hidden_size if grid.num_slots > 1 else 0
     logits = num_logits * (local.vocab + (shape.vocab_size if grid.y > 1 else 0))
+    numbers = shape.num_stored_layers * shard + embedding
+    bits = shape.kept_bits if shape.kept_bits and grid.size == 1 else 8 * itemsize
     return Memory(
-        weights=itemsize * (shape.num_stored_layers * shard + embedding),
+        weights=int(numbers * bits / 8),
         gathered=itemsize * 2 * local.weights if grid.z > 1 else 0,
         kv_cache=kv_rows * shape.num_layers * shape.kv_bytes(itemsize, local.num_kv_heads),
         workspace=itemsize * (rows * (3 * shape.hidden_size + widest) + received + logits),

@@ -205,6 +205,7 @@ def plan(
     goal: Goal = "throughput",
     dtype: str = "bfloat16",
     kv_cache_dtype: str = "auto",
+    kept_bits: float = 0.0,
     families: str | Path | None = None,
 ) -> Plan:
     """Costs every grid of the GPUs for a model and its traffic, and ranks those that fit.
@@ -217,11 +218,14 @@ def plan(
     memory_gib: of a GPU; None is the machine's.  goal: latency of a batch, throughput a GPU, or
     memory: the fewest GPUs, then the least memory.
     kv_cache_dtype: as load has it, of models that generate output_tokens.
+    kept_bits: of a weight where one GPU holds all and keeps codes; 0: those of the dtype.
     families: as load has it, where model is a checkpoint's folder.
     Runs without torch. Raises OptionError for an option or texts longer than the model takes,
     InputError where no grid fits.
     """
     shape, described = shape_of(model, families=families), load_machine(machine)
+    if kept_bits:
+        shape = replace(shape, kept_bits=kept_bits)
     gpus = described.gpus_per_node if gpus is None else gpus
     check_positive("gpus", gpus)
     if goal not in get_args(Goal):

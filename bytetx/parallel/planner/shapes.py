@@ -25,6 +25,7 @@ class ModelShape:
     can_divide_hidden: whether x divides it.  norms_projections: of all heads of q and k at once.
     max_positions: the most tokens of a text, 0: any number.
     has_kv_codes: whether the KV cache is FP8, with a byte of scale a vector.
+    kept_bits: of a weight's number where one process holds them all, 0: those of the dtype.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ModelShape:
     norms_projections: bool = False
     max_positions: int = 0
     has_kv_codes: bool = False
+    kept_bits: float = 0.0
 
     def kv_bytes(self, itemsize: int, num_kv_heads: int) -> int:
         """Bytes of a token's keys and values of some heads in a layer's cache."""
