@@ -18,8 +18,8 @@ from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.adapted_rows import Adapter, AdapterSlots
 from bytetx.nn.checkpoint_heads import Heads, load_heads
+from bytetx.nn.head_rows import separate_heads
 from bytetx.nn.layer import LayerWeights
-from bytetx.nn.layer_weights import separate_heads
 from bytetx.nn.loading import LoadedCheckpoint, reopen_weights
 from bytetx.nn.tensors import TensorLoader, is_finite
 from bytetx.ops.gated import in_turn

@@ -23,6 +23,7 @@ from bytetx.nn.attended import load_attended
 from bytetx.nn.between import load_between
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.convolution import load_convolution
+from bytetx.nn.head_rows import separate_heads
 from bytetx.nn.layer import DenseFeedForward, ExpertFeedForward, FeedForward, LayerWeights
 from bytetx.nn.layers import Layers
 from bytetx.nn.mixers import load_mixer
@@ -37,7 +38,7 @@ from bytetx.ops.group_rows import GroupRows
 from bytetx.ops.linear import prepack_linear
 from bytetx.ops.norm import RmsNorm, RowNorm
 from bytetx.ops.weight import Weight
-from bytetx.parallel.layout import ModelShard, features
+from bytetx.parallel.layout import features
 
 if TYPE_CHECKING:  # it imports what only processes that share a model need
     from bytetx.nn.weight_gather import LayerShard
@@ -683,23 +684,6 @@ class _LayerReader:
         if key not in self.layer_spec.biases:
             return weight, None
         return weight, self.load.tensor(f"{names[key]}.bias", (n,), part=bias_part)
-
-
-def separate_heads(
-    rows: torch.Tensor, spec: ModelSpec, shard: ModelShard | None = None
-) -> torch.Tensor:
-    """Rows of (queries, key, value) of one key head after another -> q, then k, then v.
-
-    Of a shard, the queries that are another rank's are left out.
-    """
-    group, num_kv_heads = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads
-    heads = slice(0, spec.num_heads)
-    if shard is not None:
-        num_kv_heads, first = len(shard.kv_heads), shard.kv_heads.start * group
-        heads = slice(shard.heads.start - first, shard.heads.stop - first)
-    by_group = rows.unflatten(0, (num_kv_heads, group + 2, spec.head_dim))
-    q, k, v = (part.flatten(0, 1) for part in by_group.split([group, 1, 1], dim=1))
-    return torch.cat([q[heads].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)])
 
 
 def _ranges(local: range | None) -> tuple[range, ...] | None:
