@@ -42,7 +42,7 @@ def save_gliner2(folder: Path, family: str = "deberta-v2", **config: Any) -> Any
 def package_results(
     model: Any, texts: list[str], schema: dict[str, Any], *, threshold: float = 0.5
 ) -> list[dict[str, Any]]:
-    """What the package extracts from each text alone, in the form of `as_plain`."""
+    """The package's extractions from each text alone, in the form of `as_plain`."""
     from gliner2.inference.schema import Schema
 
     built = Schema.from_dict(schema)

@@ -253,7 +253,7 @@ class LayerSpec:
         return self.disentangled is None and self.convolution is None and self.mixer is None
 
     def mixer_of(self, layer: int) -> MixerSpec | None:
-        """What a layer has in place of attention; None where it has attention."""
+        """The mixer of a layer in place of attention; None where it has attention."""
         return self.mixer if self.mixer is not None and self.mixer.pattern[layer] else None
 
     def window_of(self, layer: int) -> int:

@@ -37,7 +37,7 @@ class DeltaSpec:
 
 @dataclass(frozen=True, slots=True)
 class MixerSpec:
-    """What some layers have in place of attention.
+    """The mixer that some layers have in place of attention.
 
     kind: short_conv, a gated convolution (ops.short_conv); delta_net, a gated delta net, of delta.
     pattern: whether each layer has it.

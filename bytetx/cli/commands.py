@@ -389,7 +389,7 @@ def fill_schema(
         float, typer.Option(min=0, max=1, help="The least score of spans and choices.")
     ] = 0.5,
 ) -> None:
-    """What a schema asks for, from each text: entities, fields, relations, classes (GLiNER2)."""
+    """Answers to a schema, from each text: entities, fields, relations, classes (GLiNER2)."""
     from bytetx.cli.files.command import run_text_job
     from bytetx.cli.files.tasks import fill_schema_task, read_schema_file
 

@@ -139,7 +139,7 @@ class SpanScorer:
         return out
 
     def halves(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each word adds to the spans that it begins, and to those that it ends."""
+        """Each word's part of the spans that it begins, and to those that it ends."""
         first = linear(torch.relu(self.starts(words)), self.first)
         return first, linear(torch.relu(self.ends(words)), self.second)
 

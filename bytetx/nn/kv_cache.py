@@ -30,7 +30,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """What a layer without attention remembers of each sequence, by the sequence's slot.
+    """The memory that a layer without attention has of each sequence, by the sequence's slot.
 
     conv: [num_slots, taps - 1, channels], as of ops.short_conv.  memory: as of ops.delta_rule.
     """

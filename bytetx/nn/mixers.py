@@ -1,4 +1,4 @@
-"""What layers without attention do between their two linear layers, and what they remember."""
+"""Layers without attention: the step between their two linear layers, and their memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -74,7 +74,7 @@ class InstanceQueries:
 
 @dataclass(frozen=True, slots=True)
 class SchemaScores:
-    """Of some texts: scores of spans, f32 [sum of rows * queries], each text's [rows, queries];
+    """Some texts' scores: of spans, f32 [sum of rows * queries], each text's [rows, queries];
     counts, int64 [num_texts, num_structures]; logits, f32 [num_texts, num_classes]."""
 
     spans: torch.Tensor

@@ -13,7 +13,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DeltaPast:
-    """What earlier steps left of each sequence.
+    """The state that earlier steps left of each sequence.
 
     memory: f32 [num_slots, num_v_heads, k_dim, v_dim].  slots, kv_seqlens: as of ConvPast.
     """
@@ -69,7 +69,7 @@ def gated_delta_rule(
     q, k = (_units(chunks(x)).repeat_interleave(group, dim=1) for x in (q, k))
     q = q * q.shape[-1] ** -0.5
     v, b = chunks(v), chunks(beta)[..., None]
-    sums = chunks(decay).cumsum(-1)  # of logarithms, within a chunk
+    sums = chunks(decay).cumsum(-1)  # running sums of logarithms within a chunk
     later = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
     between = (sums[..., :, None] - sums[..., None, :]).masked_fill_(later, -torch.inf).exp_()
     k_t, faded = k.transpose(-1, -2), sums.exp()[..., None]

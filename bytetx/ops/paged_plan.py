@@ -126,7 +126,7 @@ def launches_by_sizes(
 ) -> bool:
     """Whether no launch of paged_attention depends on the lengths, as a captured graph needs."""
     fits = dtype in HALF_DTYPES and fits_kernel(num_heads, num_kv_heads, head_dim, max_seqlen)
-    fits &= not has_codes  # of codes the native kernels read decode rows alone
+    fits &= not has_codes  # native kernels read codes in decode rows alone
     return (fits and has_paged_kernel(device)) or why_no_triton(device) is None
 
 

@@ -18,7 +18,7 @@ _INT32 = (torch.int32,)
 
 @dataclass(frozen=True, slots=True)
 class ConvPast:
-    """What earlier steps left of each sequence's last tokens.
+    """The rows that earlier steps left of each sequence's last tokens.
 
     state: [num_slots, taps - 1, channels], the convolution's inputs of the last tokens, in order.
     slots: int32 [batch_size], the row of `state` that belongs to each sequence.
@@ -113,7 +113,7 @@ def _run_torch(
         u = u * x[:, 2 * channels : 3 * channels]
     at = torch.arange(total_tokens, device=x.device)
     sequence = torch.searchsorted(cu_seqlens, at, right=True, out_int32=True)
-    rows = at + sequence.clamp(1, batch_size) * before  # of each token behind what is in front
+    rows = at + sequence.clamp(1, batch_size) * before  # each token's place behind what is in front
     ends = cu_seqlens[1:].long() + torch.arange(1, batch_size + 1, device=x.device) * before
     steps = torch.arange(before, device=x.device)
     extended = u.new_zeros((total_tokens + batch_size * before, channels))

@@ -19,11 +19,11 @@ _STRUCTURE, _TEXT, _PARENT = "[SEP_STRUCT]", "[SEP_TEXT]", "[P]"
 _DESCRIPTION, _EXAMPLE, _OUTPUT = "[DESCRIPTION]", "[EXAMPLE]", "[OUTPUT]"
 _FIELD, _ENTITY, _RELATION, _CLASS = "[C]", "[E]", "[R]", "[L]"
 _MARKERS = (_STRUCTURE, _TEXT, _PARENT, _FIELD, _ENTITY, _RELATION, _CLASS)
-_MOST_NAMES = 1 << 12  # of a schema; the prompt of one with more fits no model
+_MOST_NAMES = 1 << 12  # a schema's; the prompt of one with more fits no model
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class SchemaField:
     """One thing that is looked for.
 
     is_list: every span of it, else the best one.  threshold: None is the call's.
@@ -38,14 +38,14 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SchemaGroup:
     """Fields whose values go together: a structure, a relation's head and tail, or all entities.
 
     prompt: more about it, for the model.
     """
 
     name: str
-    fields: tuple[Field, ...]
+    fields: tuple[SchemaField, ...]
     marker: str
     prompt: str | None = None
 
@@ -68,7 +68,7 @@ class Classification:
     """
 
     name: str
-    labels: tuple[Field, ...]
+    labels: tuple[SchemaField, ...]
     multi_label: bool = False
     threshold: float = 0.5
     top_k: int | None = None
@@ -78,38 +78,38 @@ class Classification:
 
 
 @dataclass(frozen=True, slots=True)
-class Schema:
+class ExtractionSchema:
     """groups: structures, then entities, then relations, as they stand in a prompt."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[SchemaGroup, ...]
     classifications: tuple[Classification, ...]
 
 
-def entity_schema(labels: Mapping[str, str | None]) -> Schema:
+def entity_schema(labels: Mapping[str, str | None]) -> ExtractionSchema:
     """Entities alone.  labels: with descriptions or None."""
-    fields = tuple(Field(name, description) for name, description in labels.items())
+    fields = tuple(SchemaField(name, description) for name, description in labels.items())
     if not fields:
-        return Schema((), ())
-    return Schema((Group("entities", fields, _ENTITY),), ())
+        return ExtractionSchema((), ())
+    return ExtractionSchema((SchemaGroup("entities", fields, _ENTITY),), ())
 
 
-def read_schema(given: object) -> Schema:
+def read_schema(given: object) -> ExtractionSchema:
     """A schema as gliner2's Schema.from_dict takes it. Raises InputError that says where."""
     table = _table("schema", given, _SECTIONS)
     structures = _names("structures", table.get("structures"))
     groups = [_read_structure(name, own) for name, own in structures.items()]
     entities = _names("entities", table.get("entities"))
     if entities:
-        groups.append(Group("entities", _read_named("entities", entities, "dtype"), _ENTITY))
+        groups.append(SchemaGroup("entities", _read_named("entities", entities, "dtype"), _ENTITY))
     for field in _read_named("relations", _names("relations", table.get("relations"))):
-        ends = tuple(Field(end, threshold=field.threshold) for end in ("head", "tail"))
-        groups.append(Group(field.name, ends, _RELATION, field.description))
+        ends = tuple(SchemaField(end, threshold=field.threshold) for end in ("head", "tail"))
+        groups.append(SchemaGroup(field.name, ends, _RELATION, field.description))
     items = table.get("classifications") or []
     if not isinstance(items, list | tuple):
         raise InputError(f"schema: classifications must be a list of tables, got {shown(items)}")
     classifications = [_read_classification(place, item) for place, item in enumerate(items)]
     _check_unique("classifications", [one.name for one in classifications])
-    schema = Schema(tuple(groups), tuple(classifications))
+    schema = ExtractionSchema(tuple(groups), tuple(classifications))
     if not groups and not classifications:
         raise InputError(
             f"schema names nothing to look for; give it one or more of {', '.join(_SECTIONS)}"
@@ -171,7 +171,7 @@ def _names(where: str, given: object) -> Mapping[str, Any]:
     return {_text(f"schema: {where}", name): own for name, own in given.items()}
 
 
-def _read_named(where: str, given: Mapping[str, Any], *more: str) -> tuple[Field, ...]:
+def _read_named(where: str, given: Mapping[str, Any], *more: str) -> tuple[SchemaField, ...]:
     fields = []
     for name, own in given.items():
         place = f"schema: {where}.{name}"
@@ -183,7 +183,7 @@ def _read_named(where: str, given: Mapping[str, Any], *more: str) -> tuple[Field
     return tuple(fields)
 
 
-def _read_field(where: str, name: str, given: Mapping[str, Any]) -> Field:
+def _read_field(where: str, name: str, given: Mapping[str, Any]) -> SchemaField:
     dtype = given.get("dtype") or "list"
     if dtype not in ("list", "str"):
         raise InputError(f"{where}: dtype must be 'list' or 'str', got {shown(dtype)}")
@@ -191,7 +191,7 @@ def _read_field(where: str, name: str, given: Mapping[str, Any]) -> Field:
     if choices is not None and (not isinstance(choices, list | tuple) or not choices):
         raise InputError(f"{where}: choices must be a list of texts, got {shown(choices)}")
     description = given.get("description")
-    return Field(
+    return SchemaField(
         name,
         None if description is None else _text(f"{where}.description", description),
         dtype == "list",
@@ -209,7 +209,7 @@ def _threshold(where: str, given: object) -> float | None:
     return float(given)  # type: ignore[arg-type]
 
 
-def _read_structure(name: str, given: object) -> Group:
+def _read_structure(name: str, given: object) -> SchemaGroup:
     where = f"schema: structures.{name}"
     items = _table(where, given, ("fields",)).get("fields")
     if not isinstance(items, list | tuple) or not items:
@@ -221,7 +221,7 @@ def _read_structure(name: str, given: object) -> Group:
         table = _table(here, item, keys)
         fields.append(_read_field(here, _text(f"{here}.name", table.get("name")), table))
     _check_unique(f"structures.{name}", [field.name for field in fields])
-    return Group(name, tuple(fields), _FIELD)
+    return SchemaGroup(name, tuple(fields), _FIELD)
 
 
 def _read_classification(place: int, given: object) -> Classification:
@@ -272,7 +272,7 @@ class SchemaPrompt(LabelPrompt):
     choices: Mapping[str, int] = None  # type: ignore[assignment]
 
 
-def schema_prompt(schema: Schema, tokenizer: Tokenizer, *, most: int) -> SchemaPrompt:
+def schema_prompt(schema: ExtractionSchema, tokenizer: Tokenizer, *, most: int) -> SchemaPrompt:
     """The prompt of a schema.  most: tokens that a text may have.
 
     Raises CheckpointError where the tokenizer lacks a marker, TooLongError for a long schema.
@@ -315,7 +315,7 @@ def schema_prompt(schema: Schema, tokenizer: Tokenizer, *, most: int) -> SchemaP
     return prompt
 
 
-def _parts(schema: Schema) -> Iterable[list[str]]:
+def _parts(schema: ExtractionSchema) -> Iterable[list[str]]:
     for group in schema.groups:
         yield _part(group.name, group.marker, group.fields, prompt=group.prompt)
     for one in schema.classifications:
@@ -326,7 +326,9 @@ def _parts(schema: Schema) -> Iterable[list[str]]:
         yield text
 
 
-def _part(name: str, marker: str, fields: Sequence[Field], *, prompt: str | None) -> list[str]:
+def _part(
+    name: str, marker: str, fields: Sequence[SchemaField], *, prompt: str | None
+) -> list[str]:
     text = name if prompt is None else f"{name}: {prompt}"
     for field in fields:
         if field.description is not None:
@@ -335,7 +337,7 @@ def _part(name: str, marker: str, fields: Sequence[Field], *, prompt: str | None
     return ["(", _PARENT, text, "(", *marked, ")", ")"]
 
 
-def _choice_words(schema: Schema) -> list[str]:
+def _choice_words(schema: ExtractionSchema) -> list[str]:
     """The words before a text that name the choices of fields."""
     words: list[str] = []
     for group in schema.groups:

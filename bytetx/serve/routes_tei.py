@@ -226,7 +226,7 @@ async def extract(body: ExtractRequest, exchange: Exchange) -> Response:
 
 
 async def fill_schema(body: FillSchemaRequest, exchange: Exchange) -> Response:
-    """What a schema asks for, from each text."""
+    """The answers of each text to a schema."""
     facts = _model(exchange, body.model, "fill_schema")
     check_batch(exchange, body.texts, field="texts")
     # The model reads the schema with each text.

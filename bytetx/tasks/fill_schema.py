@@ -7,7 +7,13 @@ from typing import Any, cast
 import numpy as np
 
 from bytetx.errors import OptionError, shown
-from bytetx.requests.schema import Classification, Field, Group, Schema, read_schema
+from bytetx.requests.schema import (
+    Classification,
+    ExtractionSchema,
+    SchemaField,
+    SchemaGroup,
+    read_schema,
+)
 from bytetx.tasks.call import TaskCall
 from bytetx.tasks.classify import sigmoid, softmax
 from bytetx.tasks.context import TaskContext
@@ -47,7 +53,7 @@ def fill_schema(
     schema: Mapping[str, Any],
     options: FillSchemaOptions,
 ) -> TaskCall[Results[Extraction]]:
-    """What a schema asks for, from each text (GLiNER2), as gliner2's Schema.from_dict takes it.
+    """The answers of each text to a schema (GLiNER2), as gliner2's Schema.from_dict takes it.
 
     schema: {"entities": names, or a table of descriptions or of {"description", "dtype",
     "threshold"}; "structures": {name: {"fields": [{"name", "dtype", "choices", "description",
@@ -66,7 +72,7 @@ def fill_schema(
     return schema_call(context, "fill_schema", texts, read, options, extraction, key=threshold)
 
 
-def _extraction(schema: Schema, scores: TextScores, threshold: float) -> Extraction:
+def _extraction(schema: ExtractionSchema, scores: TextScores, threshold: float) -> Extraction:
     found = Extraction([], {}, {}, {})
     for number, group in enumerate(schema.groups):
         if group.is_entities:
@@ -94,7 +100,7 @@ def _labels(one: Classification, logits: np.ndarray) -> list[Label]:
 
 
 def _values(
-    group: Group, number: int, instance: int, scores: TextScores, threshold: float
+    group: SchemaGroup, number: int, instance: int, scores: TextScores, threshold: float
 ) -> list[list[FieldValue]]:
     """Spans of each field, without those that overlap better ones, the best one first."""
     limits = [threshold if one.threshold is None else one.threshold for one in group.fields]
@@ -123,7 +129,7 @@ def _in_order(values: Sequence[FieldValue]) -> list[FieldValue]:
 
 
 def _entities(
-    group: Group, number: int, scores: TextScores, threshold: float
+    group: SchemaGroup, number: int, scores: TextScores, threshold: float
 ) -> list[ExtractedSpan]:
     if not scores.groups[number].shape[2]:
         return []
@@ -140,7 +146,7 @@ def _entities(
 
 
 def _relations(
-    group: Group, number: int, scores: TextScores, threshold: float
+    group: SchemaGroup, number: int, scores: TextScores, threshold: float
 ) -> Iterable[Relation]:
     for instance in range(scores.groups[number].shape[2]):
         head, tail = _values(group, number, instance, scores, threshold)
@@ -149,7 +155,7 @@ def _relations(
 
 
 def _structures(
-    group: Group, number: int, scores: TextScores, threshold: float
+    group: SchemaGroup, number: int, scores: TextScores, threshold: float
 ) -> Iterable[Structure]:
     for instance in range(scores.groups[number].shape[2]):
         spans = _values(group, number, instance, scores, threshold)
@@ -165,7 +171,7 @@ def _structures(
 
 
 def _choices(
-    field: Field, number: int, instance: int, place: int, scores: TextScores, threshold: float
+    field: SchemaField, number: int, instance: int, place: int, scores: TextScores, threshold: float
 ) -> list[FieldValue]:
     """Choices above the threshold: in the schema's order, or the best one first."""
     least = np.float32(threshold if field.threshold is None else field.threshold)

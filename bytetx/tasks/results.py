@@ -93,7 +93,7 @@ Structure = dict[str, FieldValue | list[FieldValue] | None]
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """What a schema found in a text; each table has all names of the schema, in its order.
+    """The answers of a text to a schema; each table has all names of the schema, in its order.
 
     entities: in the order of the text.  classifications: the best label, or several, the best one
     first, where the schema says multi_label.  structures: instances; a field has a list of values

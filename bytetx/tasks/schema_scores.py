@@ -1,4 +1,4 @@
-"""What a schema's texts get from a GLiNER2 model: scores of spans, counts and logits of classes."""
+"""A GLiNER2 model's outputs for texts and a schema: scores of spans, counts, logits of classes."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError
 from bytetx.nn.schema_head import SchemaHead
 from bytetx.nn.transformer import Transformer
-from bytetx.requests.schema import Schema, SchemaPrompt, schema_prompt, schema_words
+from bytetx.requests.schema import ExtractionSchema, SchemaPrompt, schema_prompt, schema_words
 from bytetx.requests.words import WordAlignment, WordReader
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.classify import sigmoid
@@ -29,7 +29,7 @@ Found = tuple[int, int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class TextScores:
-    """Of one text.
+    """The scores of one text.
 
     groups: f32 [num_words, max_width, count, num_fields] for each group of the schema, the chance
     of each span by its first word and its width; words of the prompt come first, and spans that
@@ -67,7 +67,7 @@ def schema_call(
     context: TaskContext,
     name: str,
     texts: Iterable[str],
-    schema: Schema,
+    schema: ExtractionSchema,
     options: TextOptions,
     result: Callable[[TextScores], R],
     *,
@@ -105,7 +105,7 @@ class SchemaTask(Generic[R]):
     """result: of a text.  own_key: of what it does besides the schema."""
 
     head: SchemaHead
-    schema: Schema
+    schema: ExtractionSchema
     prompt: SchemaPrompt
     result: Callable[[TextScores], R]
     own_key: Hashable

@@ -19,7 +19,7 @@ Head = ExtractionHead | SchemaHead
 
 @dataclass(frozen=True, slots=True)
 class WordRows:
-    """Of the texts that have tokens.
+    """The words of texts that have tokens.
 
     rows: f32 [total_words, hidden_size].  num_words: of each text, with those of the prompt.
     starts: int64, the first token of each text.

@@ -27,7 +27,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s,
                 for (int step = 0; step < C::kStageSteps; ++step) {
                     const int own = key + step * kStepKeys;
                     const bool is_last =
-                        step + 1 == C::kStageSteps || own + kStepKeys >= end;  // of the stage
+                        step + 1 == C::kStageSteps || own + kStepKeys >= end;  // in the stage
                     const auto take = [&](int half) {
                         if (step == 0) Barrier::wait(&s.full[stage.index][half], stage.phase);
                         return shared_address(s.ring[stage.index][half]) + step * C::kHalfBytes;

@@ -192,7 +192,7 @@ def read_schema_file(path: Path) -> dict[str, Any]:
 
 
 def fill_schema_task(options: dict[str, Any]) -> JobTask:
-    """What a schema asks for: {"index", "entities", "classifications", "structures", "relations"};
+    """The answers to a schema: {"index", "entities", "classifications", "structures", "relations"};
     in parquet, each is JSON.  options: keyword arguments of Model.fill_schema."""
     columns: dict[str, ColumnType] = dict.fromkeys(
         ("entities", "classifications", "structures", "relations"), "string"

@@ -9,6 +9,9 @@ from bytetx.checkpoint.norm_kinds import NORM_KINDS
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.errors import OptionError
 
+_MODEL2VEC_TABLE = b'"embeddings"'  # the name of its tensor
+_HEADER_START = 4096  # bytes of the header of a file with a few tensors
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -138,9 +141,13 @@ def _is_model2vec(folder: Path) -> bool:
         return False
     if load_config(folder).get("model_type") not in (None, "model2vec"):
         return False
-    from bytetx.checkpoint.static_embedding import read_model2vec  # it imports torch
+    return _MODEL2VEC_TABLE in _header_start(folder / "model.safetensors")
 
-    return read_model2vec(folder) is not None
+
+def _header_start(path: Path) -> bytes:
+    """The beginning of the names of a file's tensors."""
+    with path.open("rb") as file:
+        return file.read(8 + _HEADER_START)[8:]
 
 
 def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
