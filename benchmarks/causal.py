@@ -171,8 +171,13 @@ def decode_bytes(
 
 def kv_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in all layers."""
-    heads = {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-    return page_bytes(num_layers=spec.num_layers, page_size=1, dtype=dtype, **heads)
+    return page_bytes(
+        num_layers=spec.num_layers,
+        page_size=1,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+    )
 
 
 def _elements_of_layer(spec: ModelSpec) -> int:

@@ -298,8 +298,10 @@ _PRIVACY_FILTER_ROPE = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-_PRIVACY_TAGS = ("account_number", "private_address", "private_date", "private_email")
-_PRIVACY_TAGS += ("private_person", "private_phone", "private_url", "secret")
+_PRIVACY_TAGS = (
+    *("account_number", "private_address", "private_date", "private_email"),
+    *("private_person", "private_phone", "private_url", "secret"),
+)
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,

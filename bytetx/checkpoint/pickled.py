@@ -2,44 +2,11 @@
 
 import pickle
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bytetx.checkpoint.saved_tensor import Part, take_part
 from bytetx.errors import CheckpointError
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedTensor:
-    """A tensor of a state_dict that is in memory.  name: in its file."""
-
-    path: Path
-    name: str
-    tensor: torch.Tensor
-    scheme = "torch.save"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return self.tensor.nbytes
-
-    @property
-    def is_floating(self) -> bool:
-        return self.tensor.is_floating_point()
-
-    def read(self, dtype: torch.dtype | None = None, *, part: Part | None = None) -> torch.Tensor:
-        """The numbers, cast to dtype; part: as of SavedTensor.read."""
-        tensor = self.tensor if part is None else take_part(self.tensor, part)
-        return tensor.to(dtype or tensor.dtype, copy=True).contiguous()
 
 
 def read_pickled(path: Path, *, safe_name: str | None = None) -> dict[str, torch.Tensor]:

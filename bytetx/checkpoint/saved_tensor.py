@@ -245,7 +245,38 @@ class DecodedTensor:
         return tensor
 
 
-StoredTensor = SavedTensor | DecodedTensor
+@dataclass(frozen=True, slots=True)
+class LoadedTensor:
+    """A tensor of a state_dict that is in memory.  name: in its file."""
+
+    path: Path
+    name: str
+    tensor: torch.Tensor
+    scheme = "torch.save"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.nbytes
+
+    @property
+    def is_floating(self) -> bool:
+        return self.tensor.is_floating_point()
+
+    def read(self, dtype: torch.dtype | None = None, *, part: Part | None = None) -> torch.Tensor:
+        """The numbers, cast to dtype; part: as of SavedTensor.read."""
+        tensor = self.tensor if part is None else take_part(self.tensor, part)
+        return tensor.to(dtype or tensor.dtype, copy=True).contiguous()
+
+
+StoredTensor = SavedTensor | DecodedTensor | LoadedTensor
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

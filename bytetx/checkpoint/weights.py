@@ -13,10 +13,11 @@ import torch
 from bytetx.checkpoint.files import GLINER, GLINER2
 from bytetx.checkpoint.gguf.file import GGUF_SUFFIX, read_gguf
 from bytetx.checkpoint.gguf.tensors import named_tensors
-from bytetx.checkpoint.pickled import LoadedTensor, read_pickled
+from bytetx.checkpoint.pickled import read_pickled
 from bytetx.checkpoint.quantized_tensors import decode_quantized
 from bytetx.checkpoint.saved_tensor import (
     RAW_DTYPES,
+    LoadedTensor,
     Part,
     SavedTensor,
     StoredTensor,
@@ -78,7 +79,7 @@ class Weights(Mapping[str, torch.Tensor]):
         on_tensor: called before each tensor is read; what it raises ends the reading.
         """
         paths, more = weight_files(folder, spec), [folder / name for name in beside]
-        self._saved: Mapping[str, StoredTensor | LoadedTensor]
+        self._saved: Mapping[str, StoredTensor]
         if paths[0].name == _PICKLED:
             tensors = read_pickled(paths[0], safe_name="model.safetensors")
             self._saved = {
@@ -163,7 +164,7 @@ class Weights(Mapping[str, torch.Tensor]):
             )
         return saved
 
-    def stored(self, name: str) -> StoredTensor | LoadedTensor | None:
+    def stored(self, name: str) -> StoredTensor | None:
         """How a tensor is stored; it then counts as used.  None where something is added to it."""
         if self._on_tensor is not None:
             self._on_tensor()

@@ -55,9 +55,10 @@ class _FeatureRows(ShardedRows):
         w: Weight,
         *,
         residual: Tensor,
-        norm: RowNorm,
+        norm: RowNorm | None,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert norm is not None  # layers without a last norm are not shared
         h = self._sum(x, w, partial=partial) + residual
         h = h.to(x.dtype)
         return self.norm(h, norm), h

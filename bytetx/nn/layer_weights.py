@@ -390,7 +390,12 @@ class _LayerReader:
         ]
         if self.layer_spec.gates_queries:
             both = self._tensors(names, "q", 2 * q_rows, spec.hidden_size)[0]
-            queries = both.unflatten(0, (-1, 2, own.head_dim))[:, 0].flatten(0, 1)
+
+            def queries_of(rows: torch.Tensor) -> torch.Tensor:
+                pairs: torch.Tensor = rows.unflatten(0, (-1, 2, own.head_dim))
+                return pairs[:, 0].flatten(0, 1)
+
+            queries = both.mapped(queries_of) if isinstance(both, GroupRows) else queries_of(both)
             parts.insert(0, (queries, None))
         return parts
 

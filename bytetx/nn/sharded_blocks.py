@@ -149,9 +149,10 @@ class ShardedRows(Rows):
         w: Weight,
         *,
         residual: Tensor,
-        norm: RowNorm,
+        norm: RowNorm | None,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert norm is not None  # layers without a last norm are not shared
         if self._offsets is None:
             return gemm_all_reduce(
                 x,

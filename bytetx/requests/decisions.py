@@ -334,12 +334,12 @@ def _without_sentinels(request: Mapping[str, Any]) -> Mapping[str, Any]:
 class DecisionReader(InputReader):
     """Turns decision requests into rows, one for each prompt.
 
-    prompts: what makes the prompts.  averages: as of DecisionPrompts.read.
+    maker: what makes the prompts.  averages: as of DecisionPrompts.read.
     check: raises InputError for a question that the model cannot score.
     name: of the requests, for errors.  parts: what makes their prompts long, for the same.
     """
 
-    prompts: DecisionPrompts = field(kw_only=True, repr=False)
+    maker: DecisionPrompts = field(kw_only=True, repr=False)
     averages: bool = False
     check: Callable[[Question], object] = repr
     name: str = "requests"
@@ -396,7 +396,7 @@ class DecisionReader(InputReader):
                 prompts.extend(found)
                 yield from (prompt.chat for prompt in found)
 
-        texts = self.prompts.render_all(chats())
+        texts = self.maker.render_all(chats())
         for prompt, text in zip(prompts, texts, strict=True):
             if isinstance(text, InputError):
                 errors.setdefault(prompt.index, self._named(prompt.index, text))
@@ -405,15 +405,15 @@ class DecisionReader(InputReader):
         return [prompt for prompt in prompts if prompt.index not in errors]
 
     def _prompts_of(self, index: int, item: object) -> list[_Prompt]:
-        state, questions = self.prompts.read(item, averages=self.averages)
+        state, questions = self.maker.read(item, averages=self.averages)
         for question in questions:
             try:
                 self.check(question)
             except InputError as error:
                 raise InputError(f"question {shown(question.name)} {error}") from None
         return [
-            _Prompt(index, number, self.prompts.prepared(state, group), group)
-            for number, group in enumerate(self.prompts.groups(questions))
+            _Prompt(index, number, self.maker.prepared(state, group), group)
+            for number, group in enumerate(self.maker.groups(questions))
         ]
 
     def _rows(self, prompts: Sequence[_Prompt], errors: Errors) -> Requests:
@@ -446,7 +446,7 @@ class DecisionReader(InputReader):
 
     def _encoded(self, prompts: Sequence[_Prompt], errors: Errors) -> list[list[int]]:
         """The ids of each prompt; of all at once, unless one of them is bad."""
-        encoder = self.prompts.encoder
+        encoder = self.maker.encoder
         try:
             return encoder.encode([prompt.text for prompt in prompts])
         except InputError:
@@ -463,7 +463,7 @@ class DecisionReader(InputReader):
     def _divided(self, encoded: Sequence[list[int]]) -> tuple[Tokens, list[list[int]]]:
         """(the prompts' own ids, marks): how many of them are before each MARK of a prompt, or
         before its end where there is none."""
-        mark, split = self.prompts.encoder.sentinel_ids
+        mark, split = self.maker.encoder.sentinel_ids
         bounds = np.cumsum([0, *map(len, encoded)])
         ids = flatten_int_lists(encoded, total=int(bounds[-1]))
         assert ids is not None  # the tokenizer checked them when it was loaded

@@ -70,7 +70,7 @@ def decide(
         context.spec,
         context.need_tokenizer(),
         keeps_errors=options.on_error == "return",
-        prompts=context.decision_prompts,
+        maker=context.decision_prompts,
         averages=options.order == "average",
         check=scorer.columns,
     )

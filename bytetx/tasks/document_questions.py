@@ -56,7 +56,7 @@ def ask_about_documents(
         context.spec,
         tokenizer,
         keeps_errors=keeps_errors,
-        prompts=prompts,
+        maker=prompts,
         check=scorer.columns,
         name="documents",
         parts=_parts(instruction, listwise=listwise, truncate=truncate),

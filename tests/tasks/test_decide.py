@@ -392,7 +392,7 @@ def test_the_guess_of_a_request_is_that_of_its_prompts(model: bytetx.Model) -> N
     questions = {f"q{i}": {"type": "noul", "instructions": "y" * 40} for i in range(20)}
     request = {"state": "x" * 4000, "questions": questions}
     prompts = model.context.decision_prompts
-    reader = DecisionReader(model.spec, model.tokenizer, prompts=prompts)
+    reader = DecisionReader(model.spec, model.tokenizer, maker=prompts)
     for given in (request, json.dumps(request)):
         assert 20 * 1000 < reader.estimate_tokens(given) < 30 * 1000
         assert 1000 < reader.estimate_work(given, given) < 2000
