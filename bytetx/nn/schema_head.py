@@ -15,6 +15,7 @@ from bytetx.nn.extraction import Perceptron, SpanScorer, load_span_scorer
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.norm import layer_norm
+from bytetx.ops.pooling import largest
 
 _MAX_COUNT = 20  # instances that the head has learnt to count, with none
 _SPANS = "span_rep.span_rep_layer"
@@ -102,9 +103,11 @@ class SchemaHead:
         """f32 [n, hidden_size] -> f32 [n]"""
         return self.classifier(rows.contiguous())[:, 0]
 
-    def count(self, rows: torch.Tensor) -> torch.Tensor:
-        """f32 [n, hidden_size], rows of structures -> int64 [n], how many instances each has."""
-        return self.counter(rows.contiguous()).argmax(dim=1)
+    def count(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """f32 [n, hidden_size], rows of structures -> (int64 [n], how many instances each has;
+        f32 [n], `largest` of each one's logits: a count of logits that are NaN says nothing)."""
+        logits = self.counter(rows.contiguous())
+        return logits.argmax(dim=1), largest(logits)
 
     def score(
         self, words: torch.Tensor, queries: Sequence[torch.Tensor], num_words: Sequence[int]

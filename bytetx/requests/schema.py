@@ -153,9 +153,11 @@ def _text(where: str, given: object) -> str:
 
 
 def _check_unique(where: str, names: Sequence[str]) -> None:
+    known: set[str] = set()
     for name in names:
-        if names.count(name) > 1:
+        if name in known:
             raise InputError(f"schema: {where} names {shown(name)} twice; give each name once")
+        known.add(name)
 
 
 def _names(where: str, given: object) -> Mapping[str, Any]:
@@ -204,7 +206,7 @@ def _threshold(where: str, given: object) -> float | None:
     if given is None:
         return None
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not is_number or not 0 <= float(given) <= 1:  # type: ignore[arg-type]
+    if not is_number or not 0 <= given <= 1:  # type: ignore[operator]
         raise InputError(f"{where} must be a number from 0 to 1, got {shown(given)}")
     return float(given)  # type: ignore[arg-type]
 
@@ -244,7 +246,8 @@ def _read_classification(place: int, given: object) -> Classification:
     if not isinstance(examples, list | tuple):
         raise InputError(f"{where}: examples must be a list of pairs, got {shown(examples)}")
     for pair in examples:
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or pair[1] not in labels:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[1], str)
+        if not is_pair or pair[1] not in labels:
             raise InputError(
                 f"{where}: examples must be pairs of a text and a label, got {shown(pair)}"
             )

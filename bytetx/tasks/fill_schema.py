@@ -61,6 +61,7 @@ def fill_schema(
     "multi_label", "cls_threshold", "top_k", "class_act", "prompt", "examples"}]}. dtype is "list"
     or "str", which gives the best value alone.
     Spans of one entity or field do not overlap; the one with the highest score stays.
+    A text whose first word is cut away by truncate=True has no answers, and no classes.
     Raises InputError where the schema is none, or the checkpoint reads no schemas.
     """
     read = read_schema(schema)
@@ -90,6 +91,8 @@ def _extraction(schema: ExtractionSchema, scores: TextScores, threshold: float) 
 
 
 def _labels(one: Classification, logits: np.ndarray) -> list[Label]:
+    if not len(logits):
+        return []
     chances = sigmoid(logits) if one.is_sigmoid else softmax(logits)
     order = np.argsort(-chances, kind="stable").tolist()
     chosen = order[:1]

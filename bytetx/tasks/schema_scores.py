@@ -34,7 +34,7 @@ class TextScores:
     groups: f32 [num_words, max_width, count, num_fields] for each group of the schema, the chance
     of each span by its first word and its width; words of the prompt come first, and spans that
     end behind the text have no meaning.
-    logits: f32 [num_classes] of all classifications.
+    logits: f32 [num_classes] of all classifications; empty where no word of the text was read.
     """
 
     alignment: WordAlignment
@@ -124,13 +124,14 @@ class SchemaTask(Generic[R]):
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
-        """(scores of spans, f32; counts, int64 [num_texts, num_groups]; logits of classes, f32
-        [num_texts, num_classes]); those of spans are [rows, queries] of each text."""
+        """(scores of spans, f32, [rows, queries] of each text; counts, int64 [num_texts,
+        num_groups], and `largest` of the logits of each, f32; logits of classes, f32 [num_texts,
+        num_classes])."""
         found = read_words(self.head, self.prompt, hidden_states, step.requests)
         num_texts, schema = len(found.num_words), self.schema
         if not num_texts:
-            none = hidden_states.new_empty((0, 0), dtype=torch.float32)
-            return none.view(-1), none.long(), none
+            none = torch.empty((0, len(schema.groups)))
+            return none.view(-1), none.long(), none, none
         labels = read_labels(self.head, self.prompt, hidden_states, found.starts)
         sizes = [1 + len(group.fields) for group in schema.groups]
         sizes += [1 + len(one.labels) for one in schema.classifications]
@@ -138,9 +139,12 @@ class SchemaTask(Generic[R]):
         groups, classes = parts[: len(schema.groups)], parts[len(schema.groups) :]
         queries: list[list[torch.Tensor]] = [[] for _ in range(num_texts)]
         counts = np.zeros((num_texts, len(groups)), dtype=np.int64)
+        most = hidden_states.new_empty(counts.shape, dtype=torch.float32)
         if groups:
             heads = torch.stack([part[:, 0] for part in groups], dim=1)  # [texts, groups, size]
-            counted = self.head.count(heads.flatten(0, 1)).view(num_texts, -1)
+            counted, most = (
+                own.view(num_texts, -1) for own in self.head.count(heads.flatten(0, 1))
+            )
             counts = counted.cpu().numpy()  # how much is computed depends on them
         for number, part in enumerate(groups):
             limit = 1 if schema.groups[number].is_entities else 1 << 30
@@ -154,15 +158,15 @@ class SchemaTask(Generic[R]):
         none = labels.new_empty((0, labels.shape[2]))
         every = [torch.cat(own) if own else none for own in queries]
         scores = self.head.score(found.rows, every, found.num_words)
-        return scores, torch.from_numpy(counts), logits
+        return scores, torch.from_numpy(counts), most, logits
 
     def are_finite(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
-        scores, counts, logits = outputs
+        scores, counts, most, logits = outputs
         found = np.ones(len(step.requests), dtype=bool)
         places = np.flatnonzero(step.requests.seqlens)
-        texts = zip(places, self._split(scores, counts, step.requests), logits, strict=True)
-        for place, own, classes in texts:
-            found[place] = np.isfinite(own).all() and np.isfinite(classes).all()
+        texts = zip(places, self._split(scores, counts, step.requests), most, logits, strict=True)
+        for place, *parts in texts:
+            found[place] = all(np.isfinite(part).all() for part in parts)
         return found
 
     def _split(
@@ -186,7 +190,7 @@ class SchemaTask(Generic[R]):
         return found
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[R]:
-        scores, counts, logits = outputs
+        scores, counts, _, logits = outputs
         texts, results = alignments_of(step.requests), []
         queries = self._queries(counts)
         every = iter(zip(self._split(scores, counts, step.requests), queries, logits, strict=True))
@@ -194,8 +198,14 @@ class SchemaTask(Generic[R]):
             if size:
                 results.append(self.result(self._scores(alignment, *next(every))))
             else:
-                results.append(self.result(TextScores(alignment, self.prompt, [], np.empty(0))))
+                results.append(self.result(self._unread(alignment)))
         return results
+
+    def _unread(self, alignment: WordAlignment) -> TextScores:
+        """The scores of a text of which no word was read: no instances, no classes."""
+        sizes = (0, self.head.spec.max_width, 0)
+        groups = [np.empty((*sizes, len(group.fields))) for group in self.schema.groups]
+        return TextScores(alignment, self.prompt, groups, np.empty(0))
 
     def _scores(
         self, alignment: WordAlignment, scores: np.ndarray, queries: np.ndarray, logits: np.ndarray

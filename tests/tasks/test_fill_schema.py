@@ -12,7 +12,13 @@ from extractors import save_extractor, save_schema_model
 from safetensors.torch import load_file, save_file
 
 import bytetx as package
-from bytetx.errors import CheckpointError, InputError, OptionError, TooLongError
+from bytetx.errors import (
+    CheckpointError,
+    InputError,
+    NotFiniteError,
+    OptionError,
+    TooLongError,
+)
 
 __all__ = ["bytetx"]  # a fixture
 
@@ -150,6 +156,40 @@ def test_many_names_and_no_structure_counted(folder: Path, tmp_path: Path) -> No
     assert {*none.classifications} == {"mood", "topics", "one"}
 
 
+@pytest.mark.parametrize("mates", [[], ["a fox", "Angela met Zaphod"]])
+def test_a_text_of_which_no_word_fits(model: package.Model, mates: list[str]) -> None:
+    texts = ["-".join(["word"] * 2100), *mates]
+    for schema in (SCHEMA, *({key: own} for key, own in SCHEMA.items())):
+        none, *others = model.fill_schema(texts, schema, truncate=True)
+        _assert_close(
+            [asdict(one) for one in others],
+            [asdict(model.fill_schema([text], schema)[0]) for text in mates],
+        )
+        assert none.entities == []
+        assert not any([*none.structures.values(), *none.relations.values()])
+        assert not any(none.classifications.values())
+        names = [one["task"] for one in schema.get("classifications", [])]
+        assert [*none.classifications] == names
+    assert model.extract(texts, ["x"], truncate=True, threshold=0)[0] == []
+
+
+def test_counts_of_logits_that_are_not_finite(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["count_pred.0.weight"] *= 1e38
+    tensors["count_pred.2.weight"] *= 1e38
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = package.load(tmp_path)
+    for schema in ({key: SCHEMA[key]} for key in ("entities", "structures", "relations")):
+        with pytest.raises(NotFiniteError):
+            model.fill_schema(["a fox"], schema)
+    with pytest.raises(NotFiniteError):
+        model.extract(["a fox"], ["x"])
+    assert model.fill_schema(["a fox"], {"classifications": SCHEMA["classifications"]})
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -176,6 +216,11 @@ def test_many_names_and_no_structure_counted(folder: Path, tmp_path: Path) -> No
             {"classifications": [{"task": "a", "labels": ["b", "c"], "examples": [["x", "y"]]}]},
             "examples",
         ),
+        (
+            {"classifications": [{"task": "a", "labels": ["b", "c"], "examples": [["x", ["b"]]]}]},
+            "examples",
+        ),
+        ({"entities": {"x": {"threshold": 10**400}}}, "number from 0 to 1"),
     ],
 )
 def test_schemas_that_are_none(model: package.Model, schema: Any, message: str) -> None:
