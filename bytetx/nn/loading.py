@@ -30,6 +30,7 @@ from bytetx.checkpoint.side_files import TEXT, check_fields
 from bytetx.checkpoint.spec import ModelSpec, build_spec, token_logits_spec
 from bytetx.checkpoint.staged_reader import StagedReader
 from bytetx.checkpoint.static_embedding import load_static_tokenizer, static_spec
+from bytetx.checkpoint.tag_calibration import TransitionBiases, read_transition_biases
 from bytetx.checkpoint.task_adapters import TaskAdapters, read_task_adapters
 from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from bytetx.checkpoint.weights import Weights
@@ -81,7 +82,7 @@ class LoadedCheckpoint:
     token_modules: what gives each token a vector, behind the transformer.
     pair_template: of the chats that a causal reranker scores.
     decisions: how it asks questions, with the template of decision_template.jinja, if any.
-    extraction: of a GLiNER model, version 1 or 2.
+    tag_biases: of viterbi_calibration.json.  extraction: of a GLiNER model, version 1 or 2.
     tasks: the adapters of tasks, where the checkpoint has some, as its files have them.
     router, routes: of a model whose task chooses a route; what is loaded is the default one.
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
@@ -114,6 +115,7 @@ class LoadedCheckpoint:
     pair_template: ChatTemplate | None = None
     decisions: DecisionConfig = DecisionConfig()
     decision_template: ChatTemplate | None = None
+    tag_biases: TransitionBiases | None = None
     extraction: ExtractionSpec | SchemaSpec | None = None
     tasks: TaskAdapters | None = None
     router: RouterSpec | None = None
@@ -285,6 +287,7 @@ def _load(
         chat_template=_load_chat_template(sentence),
         decisions=decisions,
         decision_template=decisions.template(sentence.folder),
+        tag_biases=read_transition_biases(folder),
         pair_template=_load_pair_template(sentence, spec),
         cross_encoder_activation=sentence.activation_fn or _cross_encoder_activation(config),
         unused_tensors=unused,

@@ -8,7 +8,6 @@ from typing import TypeVar
 from bytetx.arguments import check_text
 from bytetx.checkpoint.control_tokens import ChatEncoder
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.checkpoint.tag_calibration import TransitionBiases, read_transition_biases
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.checkpoint_heads import Heads
@@ -157,11 +156,6 @@ class TaskContext:
             checkpoint.chat_template,
             ChatEncoder(self.need_tokenizer(), (MARK, SPLIT)),
         )
-
-    @cached_property
-    def tag_biases(self) -> TransitionBiases | None:
-        """The biases of transitions between tags; None where the checkpoint has no file of them."""
-        return read_transition_biases(self.checkpoint.folder)
 
     def no_head_error(self, lacks: str) -> InputError:
         """The error of a checkpoint that cannot do a task. lacks: the rest of the sentence."""

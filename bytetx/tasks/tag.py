@@ -85,7 +85,7 @@ def tag(context: TaskContext, texts: Texts, options: TagOptions) -> TaskCall[Res
 def _decoder(context: TaskContext, decoding: str) -> TagDecoder | None:
     if decoding == "argmax":
         return None
-    biases, labels = context.tag_biases, context.labels()
+    biases, labels = context.checkpoint.tag_biases, context.labels()
     if decoding == "auto" and biases is None:
         return None
     decoder = TagDecoder.of(labels, biases)

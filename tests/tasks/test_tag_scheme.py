@@ -177,6 +177,7 @@ def test_a_calibration_of_the_checkpoint_counts_unless_argmax_is_asked_for(tmp_p
     greedy = plain.tag(texts, **options)
     write()
     model = bytetx.load(folder)
+    path.unlink()  # a model holds all that it needs
     assert model.tag(texts, **options) == plain.tag(texts, decoding="viterbi", **options)
     argmax = model.tag(texts, decoding="argmax", **options)
     assert argmax == greedy
@@ -185,7 +186,7 @@ def test_a_calibration_of_the_checkpoint_counts_unless_argmax_is_asked_for(tmp_p
     assert max(map(len, few)) == 1  # nothing but a first token begins an entity
     write(inside_to_end=float("1e39"))
     with pytest.raises(CheckpointError, match="transition_bias_inside_to_end must be a number"):
-        bytetx.load(folder).tag(texts, **options)
+        bytetx.load(folder)
     path.write_text(json.dumps({"operating_points": {"strict": {}}}))
     with pytest.raises(CheckpointError, match="operating_points lacks default"):
         read_transition_biases(folder)
