@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import orjson
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 from bytetx.async_model import AsyncModel
@@ -43,6 +44,7 @@ from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 
 logger = logging.getLogger("bytetx.serve")
 
+_PAIR_BLOCK = 32  # pairs whose scores are read off those of all their texts with each other
 # What a model's tasks with adapters change, and what reads texts alone.
 _WITH_TASKS = ("embed", "embed_sparse", "tokenize")
 
@@ -417,14 +419,22 @@ async def _fill_schema(served: ServedModel, call: Call) -> Outcome:
 
 
 async def _similarity(served: ServedModel, call: Call) -> Outcome:
-    """rows: [score, ...] of the second and later inputs against the first"""
+    """rows: [score, ...] of the second and later inputs against the first, or of the `pairs` that
+    the call names: the places of their texts, [firsts, seconds]"""
     options, inputs, num_cut = await _prepared(served, call)
+    pairs = options.pop("pairs", None)
     result = await served.model.embed(inputs, **options)
-    name = served.model.model.similarity_function
-    scores = similarity_of(result.vectors[:1], result.vectors[1:], function=name)
+    vectors, function = result.vectors, served.model.model.similarity_function
+    if pairs is None:
+        scores = similarity_of(vectors[:1], vectors[1:], function=function)[0]
+    else:
+        firsts, seconds = (vectors[places] for places in pairs)
+        starts = range(0, len(firsts), _PAIR_BLOCK)
+        blocks = ((firsts[i : i + _PAIR_BLOCK], seconds[i : i + _PAIR_BLOCK]) for i in starts)
+        scores = torch.cat([similarity_of(*one, function=function).diagonal() for one in blocks])
     if not scores.isfinite().all():  # a product of large numbers
         raise NotFiniteError("a score is not finite: the vectors of these texts are too large")
-    return Outcome(_timings(result.stats, num_cut), scores[0].tolist())
+    return Outcome(_timings(result.stats, num_cut), scores.tolist())
 
 
 async def _tokenize(served: ServedModel, call: Call) -> Outcome:

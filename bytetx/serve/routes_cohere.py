@@ -1,5 +1,6 @@
 """Cohere's embeddings."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.responses import Response
@@ -9,7 +10,7 @@ from bytetx.serve.calls import ModelFacts
 from bytetx.serve.errors import ServeError
 from bytetx.serve.gateway import Exchange
 from bytetx.serve.routes_openai import find_model
-from bytetx.serve.routes_tei import normalize_option, prompt_options
+from bytetx.serve.routes_tei import left_option, normalize_option, prompt_options
 from bytetx.serve.schemas_pooling import CohereEmbedRequest
 from bytetx.serve.vector_types import VectorType, as_type
 
@@ -47,12 +48,12 @@ async def _embed(body: CohereEmbedRequest, exchange: Exchange, *, version: str) 
         dimensions=body.output_dimension,
         pooling=exchange.site.settings.pooling,
         truncate=body.truncate != "NONE",
-        **({"left": True} if body.truncate == "START" else {}),
+        **left_option(body.truncate == "START"),
         **_input_options(body.input_type, facts, exchange),
     )
     vectors = outcome.arrays[0]
     is_plain = version == "1" and body.embedding_types is None
-    types: list[VectorType] = body.embedding_types or ["float"]
+    types: Iterable[VectorType] = dict.fromkeys(body.embedding_types or ["float"])  # each once
     content = {
         "id": exchange.request_id,
         "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
@@ -75,9 +76,14 @@ def _texts(body: CohereEmbedRequest) -> list[str]:
 
 
 def _input_options(name: str | None, facts: ModelFacts, exchange: Exchange) -> dict[str, Any]:
-    """The prompt or the task of an input type; of one without either, no prompt."""
+    """The prompt or the task of an input type; of one without either, no prompt.
+
+    Where the model's name has a task, that one stays, with its prompt.
+    """
     if name is None:
         return prompt_options(exchange, None)
+    if any(facts.name == f"{facts.parent}:{task}" for task in facts.info["embedding_tasks"]):
+        return {}
     names = _NAMES.get(name, (name,))
     for option, known in (
         ("task", facts.info["embedding_tasks"]),

@@ -14,7 +14,7 @@ from bytetx.serve.answers import (
 )
 from bytetx.serve.calls import ModelFacts
 from bytetx.serve.gateway import Exchange
-from bytetx.serve.routes_tei import normalize_option, prompt_options, truncates
+from bytetx.serve.routes_tei import left_option, normalize_option, prompt_options, truncates
 from bytetx.serve.schemas import EmbeddingsRequest, OpenAIRerankRequest
 from bytetx.serve.site import need_task
 from bytetx.serve.vector_types import as_type
@@ -32,8 +32,9 @@ async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
         normalize=normalize_option(facts, True),
         dimensions=body.dimensions,
         pooling=exchange.site.settings.pooling,
-        truncate=truncates(exchange, body.truncate),
+        truncate=truncates(exchange, body.truncates),
         **prompt_options(exchange, body.prompt_name, task=body.task),
+        **left_option(body.cuts_left),
     )
     vectors = outcome.arrays[0]
     rows = as_type(vectors, body.encoding_format)
@@ -73,7 +74,8 @@ async def _rerank(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
         top_k=body.top_n,
         raw_scores=body.raw_scores,
         instruction=body.instruction,
-        truncate=truncates(exchange, body.truncate),
+        truncate=truncates(exchange, body.truncates),
+        **left_option(body.cuts_left),
     )
     results: list[dict[str, Any]] = [
         {"index": index, "relevance_score": score} for index, score in outcome.rows

@@ -58,7 +58,7 @@ async def embed(body: EmbedRequest, exchange: Exchange) -> Response:
         pooling=exchange.site.settings.pooling,
         truncate=truncates(exchange, body.truncate),
         **prompt_options(exchange, body.prompt_name, task=body.task),
-        **_left(body.cuts_left),
+        **left_option(body.cuts_left),
     )
     return json_answer(exchange, outcome.arrays[0], num_characters=count_characters(body.inputs))
 
@@ -74,7 +74,7 @@ async def embed_all(body: EmbedAllRequest, exchange: Exchange) -> Response:
         body.inputs,
         truncate=truncates(exchange, body.truncate),
         **prompt_options(exchange, body.prompt_name),
-        **_left(body.cuts_left),
+        **left_option(body.cuts_left),
     )
     vectors, bounds = outcome.arrays[0], outcome.arrays[1].tolist()
     content = [vectors[bounds[i] : bounds[i + 1]] for i in range(len(bounds) - 1)]
@@ -92,7 +92,7 @@ async def embed_sparse(body: EmbedSparseRequest, exchange: Exchange) -> Response
         body.inputs,
         truncate=truncates(exchange, body.truncate),
         **prompt_options(exchange, body.prompt_name, task=body.task),
-        **_left(body.cuts_left),
+        **left_option(body.cuts_left),
     )
     content = _sparse_rows(outcome)
     return json_answer(exchange, content, num_characters=count_characters(body.inputs))
@@ -132,7 +132,7 @@ async def _predict(body: PredictRequest, exchange: Exchange, *, is_nested: bool)
         raw_scores=body.raw_scores,
         top_k=body.top_k,
         truncate=truncates(exchange, body.truncate),
-        **_left(body.cuts_left),
+        **left_option(body.cuts_left),
     )
     rows = [[{"score": score, "label": label} for label, score in row] for row in outcome.rows]
     content = rows if is_nested else rows[0]
@@ -193,7 +193,7 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
         raw_scores=body.raw_scores,
         instruction=body.instruction,
         truncate=truncates(exchange, body.truncate),
-        **_left(body.cuts_left),
+        **left_option(body.cuts_left),
     )
     content = [
         {"index": index, "score": score} | ({"text": body.texts[index]} if body.return_text else {})
@@ -263,7 +263,7 @@ async def similarity(body: SimilarityRequest, exchange: Exchange) -> Response:
             None if given is None else given.prompt_name,
             task=None if given is None else given.task,
         ),
-        **_left(given is not None and given.cuts_left),
+        **left_option(given is not None and given.cuts_left),
     )
     return json_answer(exchange, outcome.rows, num_characters=count_characters(texts))
 
@@ -438,5 +438,5 @@ def prompt_options(
     return options
 
 
-def _left(cuts_left: bool) -> dict[str, bool]:
+def left_option(cuts_left: bool) -> dict[str, bool]:
     return {"left": True} if cuts_left else {}

@@ -2,9 +2,12 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
+import numpy as np
 from starlette.responses import Response
 
 from bytetx.serve.answers import (
@@ -17,13 +20,14 @@ from bytetx.serve.answers import (
 from bytetx.serve.calls import ModelFacts, Outcome
 from bytetx.serve.errors import ServeError
 from bytetx.serve.gateway import Exchange
-from bytetx.serve.routes_tei import normalize_option, prompt_options, truncates
+from bytetx.serve.routes_tei import left_option, normalize_option, prompt_options, truncates
 from bytetx.serve.schemas_pooling import ClassifyRequest, PoolRequest, ScoreRequest
 from bytetx.serve.site import need_task
 from bytetx.serve.vector_types import as_type
 
 # The task of the engine for each of /pooling's.
 _TASKS = {"embed": "embed", "token_embed": "embed_tokens", "classify": "classify"}
+_MAX_CALLS = 256  # that a request has in the queue, which leaves room for others
 
 
 async def score(body: ScoreRequest, exchange: Exchange) -> Response:
@@ -47,49 +51,78 @@ async def score(body: ScoreRequest, exchange: Exchange) -> Response:
     pairs = list(zip(lefts * (len(rights) // len(lefts)), rights, strict=True))
     characters = count_characters(pairs)
     check_characters(exchange, characters, field="text_2", shared="text_1")
-    of_left: dict[str, list[int]] = {}
-    for index, (left, _) in enumerate(pairs):
-        of_left.setdefault(left, []).append(index)
-    calls = [
-        _scores(exchange, facts, task, left, [rights[index] for index in own], body.truncate)
-        for left, own in of_left.items()
-    ]
-    # The others end too before an error is answered.
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    values = [0.0] * len(pairs)
-    for own, scores in zip(of_left.values(), found, strict=True):
-        if isinstance(scores, BaseException):
-            raise scores
-        for index, value in zip(own, scores, strict=True):
-            values[index] = value
+    if task == "embed":
+        values = await _similarities(exchange, facts, pairs, body)
+    else:
+        values = await _reranked(exchange, facts, pairs, body)
     data = [
         {"index": index, "object": "score", "score": value} for index, value in enumerate(values)
     ]
     return _answer(exchange, facts, data, characters)
 
 
-async def _scores(
-    exchange: Exchange,
-    facts: ModelFacts,
-    task: str,
-    left: str,
-    rights: Sequence[str],
-    truncate: bool | None,
+async def _similarities(
+    exchange: Exchange, facts: ModelFacts, pairs: Sequence[tuple[str, str]], body: ScoreRequest
 ) -> list[float]:
-    """The score of each right text, in their order."""
-    options: dict[str, Any] = {"truncate": truncates(exchange, truncate)}
-    if task == "embed":
-        options |= {"pooling": exchange.site.settings.pooling, **prompt_options(exchange, None)}
-        outcome = await run(exchange, facts, "similarity", [left, *rights], **options)
-        return list(outcome.rows)
-    outcome = await run(exchange, facts, "rerank", [left, list(rights)], **options)
-    return [value for _, value in sorted(outcome.rows)]
+    """The similarity of each pair's vectors; a text that comes again is read once."""
+    places: dict[str, int] = {}
+    for text in chain.from_iterable(pairs):
+        places.setdefault(text, len(places))
+    outcome = await run(
+        exchange,
+        facts,
+        "similarity",
+        list(places),
+        pairs=[[places[text] for text in side] for side in zip(*pairs, strict=True)],
+        pooling=exchange.site.settings.pooling,
+        truncate=truncates(exchange, body.truncates),
+        **prompt_options(exchange, None),
+        **left_option(body.cuts_left),
+    )
+    return list(outcome.rows)
+
+
+async def _reranked(
+    exchange: Exchange, facts: ModelFacts, pairs: Sequence[tuple[str, str]], body: ScoreRequest
+) -> list[float]:
+    """The reranker's score of each pair: a call for each text of the left, some at a time."""
+    of_left: dict[str, list[int]] = {}
+    for index, (left, _) in enumerate(pairs):
+        of_left.setdefault(left, []).append(index)
+    waiting, values = deque(of_left.items()), [0.0] * len(pairs)
+    options = {
+        "raw_scores": not body.use_activation,
+        "truncate": truncates(exchange, body.truncates),
+        **left_option(body.cuts_left),
+    }
+
+    async def work() -> None:
+        while waiting:
+            left, own = waiting.popleft()
+            inputs = [left, [pairs[index][1] for index in own]]
+            try:
+                outcome = await run(exchange, facts, "rerank", inputs, **options)
+            except BaseException:
+                waiting.clear()
+                raise
+            for place, value in outcome.rows:
+                values[own[place]] = value
+
+    calls = [work() for _ in range(min(_MAX_CALLS, len(of_left)))]
+    # Those that run end too before an error is answered.
+    for ended in await asyncio.gather(*calls, return_exceptions=True):
+        if ended is not None:
+            raise ended
+    return values
 
 
 async def classify(body: ClassifyRequest, exchange: Exchange) -> Response:
-    """The best label of each text, and the probabilities of all, in the checkpoint's order."""
+    """The best label of each text, and the probabilities of all, in the checkpoint's order.
+
+    A list of strings is one of texts; /predict takes pairs.
+    """
     facts = exchange.site.find_model(exchange.model_name or body.model)
-    outcome = await _classified(body.input, facts, body.truncate, exchange)
+    outcome = await _classified(body, facts, exchange)
     labels = facts.info["labels"]
     data = []
     for index, row in enumerate(outcome.rows):
@@ -101,12 +134,19 @@ async def classify(body: ClassifyRequest, exchange: Exchange) -> Response:
 
 
 async def _classified(
-    inputs: list[Any], facts: ModelFacts, truncate: bool | None, exchange: Exchange
+    body: ClassifyRequest | PoolRequest, facts: ModelFacts, exchange: Exchange
 ) -> Outcome:
     need_task(facts, "classify", kind="backend")
-    check_batch(exchange, inputs, field="input")
-    truncate = truncates(exchange, truncate)
-    return await run(exchange, facts, "classify", list(inputs), raw_scores=False, truncate=truncate)
+    check_batch(exchange, body.input, field="input")
+    return await run(
+        exchange,
+        facts,
+        "classify",
+        list(body.input),
+        raw_scores=not body.use_activation,
+        truncate=truncates(exchange, body.truncates),
+        **left_option(body.cuts_left),
+    )
 
 
 def _in_order(row: Sequence[tuple[str, float]], labels: Sequence[str]) -> list[float]:
@@ -119,16 +159,23 @@ async def pooling(body: PoolRequest, exchange: Exchange) -> Response:
     """A vector of each text, one of each of its tokens, or its probabilities."""
     facts = exchange.site.find_model(exchange.model_name or body.model)
     task = body.task or _main_task(facts)
+    _check_options(body, task)
     if task == "classify":
-        outcome = await _classified(body.input, facts, body.truncate, exchange)
+        outcome = await _classified(body, facts, exchange)
         rows: Any = [_in_order(row, facts.info["labels"]) for row in outcome.rows]
+        if body.encoding_format == "base64":
+            rows = as_type(np.array(rows, dtype=np.float32), "base64")
         return _answer(exchange, facts, _pooled(rows), count_characters(body.input))
     need_task(facts, _TASKS[task], kind="backend")
     check_batch(exchange, body.input, field="input")
-    options = {"truncate": truncates(exchange, body.truncate), **prompt_options(exchange, None)}
+    options = {
+        "truncate": truncates(exchange, body.truncates),
+        **prompt_options(exchange, None),
+        **left_option(body.cuts_left),
+    }
     if task == "embed":
         options |= {
-            "normalize": normalize_option(facts, True),
+            "normalize": normalize_option(facts, body.use_activation),
             "dimensions": body.dimensions,
             "pooling": exchange.site.settings.pooling,
         }
@@ -142,6 +189,22 @@ async def pooling(body: PoolRequest, exchange: Exchange) -> Response:
     else:
         rows = as_type(vectors, body.encoding_format)
     return _answer(exchange, facts, _pooled(rows), count_characters(body.input))
+
+
+def _check_options(body: PoolRequest, task: str) -> None:
+    """Raises ServeError for an option that the task does not have."""
+    is_refused = {
+        "dimensions": body.dimensions is not None and task != "embed",
+        "use_activation": not body.use_activation and task == "token_embed",
+    }
+    for name, refuses in is_refused.items():
+        if refuses:
+            raise ServeError(
+                "unsupported",
+                f"{name} is not supported for the task {task}; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
 
 
 def _main_task(facts: ModelFacts) -> str:

@@ -400,6 +400,25 @@ class OpenRequest(Fields):
     refuses_unknown: ClassVar[bool] = False
 
 
+class TruncatingRequest(OpenRequest):
+    """truncate_prompt_tokens and truncation_side are vLLM's."""
+
+    truncate: bool | None = Field(None, description="Cut long texts, as /embed's.")
+    truncate_prompt_tokens: Literal[-1] | None = Field(
+        None, description="-1 cuts texts to the model's length, as truncate does."
+    )
+    truncation_side: Literal["left", "right"] | None = None
+
+    @property
+    def truncates(self) -> bool | None:
+        is_asked = self.truncate is None and self.truncate_prompt_tokens is not None
+        return True if is_asked else self.truncate
+
+    @property
+    def cuts_left(self) -> bool:
+        return self.truncation_side == "left"
+
+
 class _TeiRequest(Request):
     truncate: bool | None = Field(None, description="Cut long texts; the server's --auto-truncate.")
     truncation_direction: OrNull[Direction] = "Right"
@@ -567,7 +586,7 @@ class VertexRequest(Request):
     instances: list[dict[str, Any]]
 
 
-class EmbeddingsRequest(OpenRequest):
+class EmbeddingsRequest(TruncatingRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (True,),
         "embed_dtype": ("float32",),
@@ -582,7 +601,7 @@ class EmbeddingsRequest(OpenRequest):
         "output_dtype": ("float",),
         "pooling": (),
         "priority": (0,),
-        "truncate_prompt_tokens": (),
+        "use_activation": (True,),
     }
     input: Texts
     model: str | None = None
@@ -591,18 +610,18 @@ class EmbeddingsRequest(OpenRequest):
     user: str | None = None
     prompt_name: str | None = Field(None, description="Not OpenAI's: a prompt of the checkpoint.")
     task: TaskName | None = Field(None, description="Not OpenAI's: as of Model.embed.")
-    truncate: bool | None = Field(None, description="Not OpenAI's: as /embed's.")
 
 
-class OpenAIRerankRequest(OpenRequest):
+class OpenAIRerankRequest(TruncatingRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "max_chunks_per_doc": (),
         "max_tokens_per_doc": (),
+        "activation": (True,),
         "priority": ANY_VALUE,
         "rank_fields": (["text"],),
         "relevant_spans": (False,),
         "return_embeddings": (False,),
-        "truncate_prompt_tokens": (),
+        "use_activation": (True,),
     }
     query: str
     documents: Documents
@@ -610,7 +629,6 @@ class OpenAIRerankRequest(OpenRequest):
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: OrNull[bool] = False
     raw_scores: OrNull[bool] = Field(False, description="Not Cohere's: logits instead of scores.")
-    truncate: bool | None = Field(None, description="Not Cohere's: as /rerank's.")
     instruction: str | None = Field(None, description="Not Cohere's: as /rerank's.")
 
 

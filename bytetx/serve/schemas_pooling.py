@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from bytetx.serve.schemas import (
     ANY_VALUE,
     OpenRequest,
     OrNull,
-    Sequences,
     Strings,
     Texts,
+    TruncatingRequest,
 )
 from bytetx.serve.vector_types import VectorType
 
@@ -44,32 +44,44 @@ class CohereEmbedRequest(OpenRequest):
     truncate: OrNull[Literal["NONE", "START", "END"]] = "END"
 
 
-class _PoolingRequest(OpenRequest):
+class _PoolingRequest(TruncatingRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "activation": (True,),
         "add_special_tokens": (True,),
         "cache_salt": (),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
         "embed_dtype": ("float32",),
         "endianness": ("little", "native"),
+        "label_token_ids": (),
         "messages": (),
         "mm_processor_kwargs": ({},),
+        "normalize": (True,),
+        "padding": ("do_not_pad",),
         "priority": ANY_VALUE,
         "request_id": ANY_VALUE,
         "softmax": (True,),
-        "truncate_prompt_tokens": (),
-        "truncation_side": ANY_VALUE,
         "user": ANY_VALUE,
     }
     model: str | None = None
-    truncate: bool | None = Field(None, description="Not vLLM's: as /embed's.")
+    use_activation: OrNull[bool] = Field(
+        True, description="False: logits instead of probabilities or scores, vectors as they are."
+    )
 
 
 class ScoreRequest(_PoolingRequest):
-    text_1: Strings = Field(description="One text for all of text_2, or one for each.")
-    text_2: Strings
+    text_1: Strings = Field(
+        validation_alias=AliasChoices("text_1", "queries", "data_1"),
+        description="One text for all of text_2, or one for each; also as queries or data_1.",
+    )
+    text_2: Strings = Field(
+        validation_alias=AliasChoices("text_2", "documents", "items", "data_2"),
+        description="Also as documents, items or data_2.",
+    )
 
 
 class ClassifyRequest(_PoolingRequest):
-    input: Sequences
+    input: Texts
 
 
 class PoolRequest(_PoolingRequest):

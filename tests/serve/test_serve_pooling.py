@@ -1,15 +1,22 @@
 """Cohere's embeddings by its own clients, and vLLM's routes for models that do not generate."""
 
 import base64
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import save_checkpoint
 from cohere import Client, ClientV2
 from cohere.core.api_error import ApiError
 from cohere.types import EmbedInput, TextEmbedContent
+from jina_adapters import save_with_adapters
 from serving import InProcess, Server
 
-from bytetx.serve.vector_types import as_type
+from bytetx.serve import routes_cohere, routes_vllm
+from bytetx.serve.loading import load_models
+from bytetx.serve.settings import ServeSettings, model_sources
+from bytetx.serve.vector_types import VectorType, as_type
 
 TEXTS = ["The quick brown fox", "jumps over the lazy dog", "a"]
 
@@ -125,3 +132,154 @@ def test_classify_and_pooling(in_process: InProcess) -> None:
         np.testing.assert_allclose(one["data"], state[0], atol=1e-5)
     wrong = in_process.post("/classify", body)
     assert wrong.status_code == 424 and "classify" in wrong.json()["error"]["message"]
+
+
+def test_a_type_that_comes_again_is_made_once(
+    in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body may name thousands, and each takes the event loop's time."""
+    made: list[str] = []
+
+    def counted(vectors: np.ndarray, kind: VectorType) -> Any:
+        made.append(kind)
+        return as_type(vectors, kind)
+
+    monkeypatch.setattr(routes_cohere, "as_type", counted)
+    body = {"texts": TEXTS, "embedding_types": ["int8", "binary"] * 5000}
+    assert in_process.post("/v2/embed", body).json()["embeddings"].keys() == {"int8", "binary"}
+    assert made == ["int8", "binary"]
+
+
+def test_two_texts_are_no_pair(in_process: InProcess) -> None:
+    """vLLM's input is texts or token ids, where two strings in TEI's inputs are one pair."""
+    model = in_process.model("classifier")
+    ids = [[5, 6, 7], [8]]
+    for given in (TEXTS[:2], ids, TEXTS[:1], ids[0]):
+        texts = [given] if type(given[0]) is int else given
+        body = {"model": "classifier", "input": given}
+        for path, key in (("/classify", "probs"), ("/pooling", "data")):
+            data = in_process.post(path, body).json()["data"]
+            assert len(data) == len(texts)
+            for one, labels in zip(data, model.classify(texts), strict=True):
+                assert max(one[key]) == pytest.approx(labels[0].score, abs=1e-6)
+
+
+def test_names_of_both_sides(in_process: InProcess) -> None:
+    """text_1 and text_2 have had other names in vLLM since."""
+    first, second = "a big town", ["New York is big.", "a"]
+    right = None
+    for one in ("text_1", "queries", "data_1"):
+        for two in ("text_2", "documents", "items", "data_2"):
+            body = {"model": "reranker", one: first, two: second}
+            data = in_process.post("/score", body).json()["data"]
+            right = right or data
+            assert data == right
+    wrong = in_process.post("/score", {"queries": first, "documents": 7})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] in ("text_2", "documents")
+
+
+def test_without_activation(in_process: InProcess) -> None:
+    off = {"use_activation": False}
+    labels = in_process.model("classifier").classify(TEXTS, raw_scores=True)
+    for path, key in (("/classify", "probs"), ("/pooling", "data")):
+        body = {"model": "classifier", "input": TEXTS, **off}
+        for one, row in zip(in_process.post(path, body).json()["data"], labels, strict=True):
+            assert sorted(one[key]) == pytest.approx(sorted(label.score for label in row), abs=1e-6)
+    hits = in_process.model("reranker").rerank("a", TEXTS, raw_scores=True)
+    body = {"model": "reranker", "text_1": "a", "text_2": TEXTS, **off}
+    data = in_process.post("/score", body).json()["data"]
+    assert [data[hit.index]["score"] for hit in hits] == pytest.approx([hit.score for hit in hits])
+    vectors = in_process.model("sparse").embed(TEXTS, normalize=False).vectors
+    data = in_process.post("/pooling", {"model": "sparse", "input": TEXTS, **off}).json()["data"]
+    np.testing.assert_allclose([one["data"] for one in data], vectors, atol=1e-5)
+    body = {"model": "reranker", "query": "a", "documents": TEXTS, **off}
+    for path, given in (("/v1/rerank", body), ("/v1/embeddings", {"input": "a", **off})):
+        assert "use_activation is not supported" in in_process.post(path, given).text
+    for more in (off, {"dimensions": 8}):
+        answer = in_process.post("/pooling", {"input": "a", "task": "token_embed"} | more)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] in more
+    body = {"model": "classifier", "input": TEXTS, "encoding_format": "base64"}
+    rows = [one["data"] for one in in_process.post("/pooling", body).json()["data"]]
+    assert all(sum(np.frombuffer(base64.b64decode(row), "<f4")) == pytest.approx(1) for row in rows)
+
+
+def test_vllms_truncation(in_process: InProcess) -> None:
+    """truncate_prompt_tokens -1 cuts to the model's length, at truncation_side."""
+    strict = in_process.with_settings(auto_truncate=False)
+    long = "quick " + "fox " * 300 + "dog"
+    cut = {"truncate_prompt_tokens": -1}
+    for path, body in (
+        ("/classify", {"model": "classifier", "input": long}),
+        ("/pooling", {"input": long}),
+        ("/pooling", {"input": long, "task": "token_embed"}),
+        ("/score", {"text_1": long, "text_2": "a"}),
+        ("/score", {"text_1": "a", "text_2": long, "model": "reranker"}),
+        ("/v1/embeddings", {"input": long}),
+        ("/v1/rerank", {"query": "a", "documents": [long], "model": "reranker"}),
+    ):
+        assert strict.post(path, body).status_code == 400
+        key = "results" if path == "/v1/rerank" else "data"
+        found = {}
+        for side in (None, "right", "left"):
+            answer = strict.post(path, body | cut | {"truncation_side": side})
+            assert answer.status_code == 200, answer.text
+            found[side] = answer.json()[key]
+        assert found[None] == found["right"] != found["left"], path
+        other = strict.post(path, body | {"truncate_prompt_tokens": 7})
+        assert other.status_code == 400 and "truncate_prompt_tokens" in other.text
+        assert strict.post(path, body | cut | {"truncate": False}).status_code == 400
+
+
+def test_many_pairs(in_process: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of one request leave room in the queue; vectors take one call, each text once."""
+    lefts, rights = [f"fox {n % 50}" for n in range(70)], [f"dog {n}" for n in range(70)]
+    calls: list[str] = []
+    open_calls, most = 0, 0
+    run = routes_vllm.run
+
+    async def counted(exchange: Any, facts: Any, task: str, inputs: Any, /, **options: Any) -> Any:
+        nonlocal open_calls, most
+        calls.append(task)
+        open_calls += 1
+        most = max(most, open_calls)
+        try:
+            return await run(exchange, facts, task, inputs, **options)
+        finally:
+            open_calls -= 1
+
+    monkeypatch.setattr(routes_vllm, "run", counted)
+    monkeypatch.setattr(routes_vllm, "_MAX_CALLS", 8)
+    wide = in_process.with_settings(max_client_batch_size=70)
+    data = wide.post("/score", {"text_1": lefts, "text_2": rights}).json()
+    model = in_process.model("embedder")
+    first, second = model.embed(lefts).vectors, model.embed(rights).vectors
+    right = (first * second).sum(axis=1)
+    np.testing.assert_allclose([one["score"] for one in data["data"]], right, atol=1e-5)
+    assert calls == ["similarity"]
+    assert data["usage"]["prompt_tokens"] == model.embed(lefts[:50] + rights).stats.num_tokens
+    body = {"model": "reranker", "text_1": lefts, "text_2": rights}
+    data = wide.post("/score", body).json()["data"]
+    assert calls == ["similarity"] + ["rerank"] * 50 and most == 8
+    reranker = in_process.model("reranker")
+    for place in (0, 19, 49, 69):
+        hit = reranker.rerank(lefts[place], [rights[place]])[0]
+        assert data[place]["score"] == pytest.approx(hit.score, abs=1e-5)
+    calls.clear()
+    long = [*lefts[:1], "fox " * 300, *lefts[2:]]
+    answer = wide.post("/score", body | {"text_1": long, "truncate": False})
+    assert answer.status_code == 400 and "tokens" in answer.text
+    assert len(calls) < 50  # no others begin
+
+
+def test_a_model_of_a_task_keeps_its_prompt(tmp_path: Path) -> None:
+    """input_type is passed over where the model's name has a task."""
+    base = save_checkpoint(tmp_path / "base", "jina_embeddings_v3")
+    folder = save_with_adapters(tmp_path / "jina", base)
+    settings = ServeSettings(model_sources([f"jina={folder}"]), device="cpu")
+    one = InProcess(settings, load_models(settings))
+    name = "retrieval.query"
+    right = one.model("jina").embed(TEXTS, task=name, normalize=True).vectors
+    for kind in (None, "search_query", "search_document", "classification", "other"):
+        body = {"texts": TEXTS, "model": f"jina:{name}", "input_type": kind}
+        found = one.post("/v1/embed", body).json()["embeddings"]
+        np.testing.assert_allclose(found, right, atol=1e-5)
