@@ -98,10 +98,7 @@ def decode_gptq(module: QuantizedModule) -> StoredTensor:
     added = 1 if module.quantization.adds_one else 0
 
     def group_of_inputs() -> torch.Tensor:
-        group = torch.arange(k) // size if index is None else index.read_raw().long()
-        if not 0 <= int(group.min()) <= int(group.max()) < groups:
-            raise module.wrong("g_idx", f"groups from 0 to {groups - 1}")
-        return group
+        return torch.arange(k) // size if index is None else _read_groups(module, "g_idx", groups)
 
     def read(wanted: range, device: torch.device) -> Codes | None:
         order, is_held = _order_of(group_of_inputs(), size)
@@ -130,6 +127,14 @@ def decode_gptq(module: QuantizedModule) -> StoredTensor:
 
     kept = SavedCodes(bits, size, read, has_zeros=True)
     return module.stored(f"GPTQ {bits}-bit", (n, k), decode, is_whole=True, codes=kept)
+
+
+def _read_groups(module: QuantizedModule, ending: str, groups: int) -> torch.Tensor:
+    """The group of each input, int64."""
+    group = module[ending].read_raw().long()
+    if not 0 <= int(group.min()) <= int(group.max()) < groups:
+        raise module.wrong(ending, f"groups from 0 to {groups - 1}")
+    return group
 
 
 def _order_of(group: torch.Tensor, size: int) -> tuple[torch.Tensor | None, bool]:
@@ -242,8 +247,6 @@ def decode_packed(module: QuantizedModule) -> StoredTensor:
     if scale.dtype not in FLOATS or not (is_one or is_matrix):
         raise module.wrong("weight_scale", f"a float [{n}, groups]")
     groups = 1 if is_one else scale.shape[1]
-    if k % groups and module.get("weight_g_idx") is None:
-        raise module.wrong("weight_scale", f"of groups that divide {k} inputs")
     zeros, index = module.get("weight_zero_point"), module.get("weight_g_idx")
     if zeros is not None:  # older versions did not pack them
         is_packed = zeros.dtype == "I32"
@@ -254,8 +257,11 @@ def decode_packed(module: QuantizedModule) -> StoredTensor:
     half = 1 << (bits - 1)
 
     def group_of_inputs() -> torch.Tensor:
-        if index is not None and int(index.read_raw().min()) >= 0:
-            return index.read_raw().long()
+        # Before a tool gives inputs their groups, all are -1.
+        if index is not None and int(index.read_raw().max()) >= 0:
+            return _read_groups(module, "weight_g_idx", groups)
+        if k % groups:
+            raise module.wrong("weight_scale", f"of groups that divide {k} inputs")
         return torch.arange(k) // (k // groups)
 
     def numbers(wanted: range) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -160,6 +160,10 @@ def test_a_missing_part_of_a_weight_is_named(
         ("awq", "qweight", torch.ones(64, 7, dtype=torch.int32)),
         ("int4 packed", "weight_shape", torch.tensor([64, 63])),
         ("int4 packed", "weight_scale", torch.ones(63, 4)),
+        ("int4 packed", "weight_scale", torch.ones(64, 3)),
+        ("int4 packed", "weight_g_idx", torch.arange(64, dtype=torch.int32)),
+        ("int4 packed", "weight_g_idx", torch.full((64,), 1 << 40)),
+        ("int4 packed", "weight_g_idx", torch.arange(-1, 63, dtype=torch.int32) // 16),
         ("nvfp4", "weight_scale", torch.ones(64, 4)),
         ("nvfp4", "weight_global_scale", torch.ones(2)),
         ("mxfp4", "weight_scale", torch.ones(64, 3, dtype=torch.uint8)),
@@ -182,6 +186,18 @@ def test_a_damaged_part_of_a_weight_is_one_clear_error(
         load(folder)
     assert "\n" not in str(caught.value)
     assert "q_proj" in str(caught.value) or "model.safetensors" in str(caught.value)
+
+
+def test_an_index_of_groups_that_is_not_set_counts_as_none(tmp_path: Path) -> None:
+    folder, wanted, _ = save_quantised(tmp_path, "int4 packed")
+    unset = torch.full((64,), -1, dtype=torch.int32)
+    damaged(folder, lambda tensors: tensors.update({f"{Q}weight_g_idx": unset}))
+    name = "layers.0.self_attn.q_proj.weight"
+    assert torch.equal(load(folder).weights.cast(torch.float32)[name], wanted[name])
+    uneven = torch.ones(64, 3)  # groups of 64 inputs
+    damaged(folder, lambda tensors: tensors.update({f"{Q}weight_scale": uneven}))
+    with pytest.raises(CheckpointError, match="of groups that divide 64 inputs"):
+        load(folder)
 
 
 @pytest.mark.parametrize("method", ["hqq", "aqlm", "eetq", "quip", "quark", "torchao", "vptq"])
