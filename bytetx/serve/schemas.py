@@ -590,17 +590,19 @@ class EmbeddingsRequest(TruncatingRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_special_tokens": (True,),
         "embed_dtype": ("float32",),
-        "embedding_type": ("float",),
+        "embedding_type": ("float", ["float"]),
         "endianness": ("little", "native"),
         "input_type": (),
         "late_chunking": (False,),
         "messages": (),
         "modality": ("text",),
         "normalize": (True,),
+        "normalized": (True,),
         "output_dimension": (),
         "output_dtype": ("float",),
         "pooling": (),
         "priority": (0,),
+        "return_multivector": (False,),
         "use_activation": (True,),
     }
     input: Texts
