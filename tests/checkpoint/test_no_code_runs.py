@@ -224,7 +224,7 @@ def test_nothing_unpickles_or_asks() -> None:
         place: ast.unparse(call.func) for place, call in calls("load", "loads", "Unpickler")
     }
     loads = [(p, ast.unparse(c)) for p, c in calls("load") if functions[p] == "torch.load"]
-    assert [place.split(":")[0] for place, _ in loads] == ["bytetx/nn/token_heads.py"]
+    assert [place.split(":")[0] for place, _ in loads] == ["bytetx/checkpoint/pickled.py"]
     assert all("weights_only=True" in call for _, call in loads)
     plain = {place for place, _ in loads}
     unpickling = [
