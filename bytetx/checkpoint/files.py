@@ -1,6 +1,7 @@
 """Finds a checkpoint, in a local folder or on the hub, and reads its config.json."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ _CONFIG = {
 }
 ADAPTER_CONFIG = "adapter_config.json"
 GLINER_CONFIG = "gliner_config.json"
+PICKLED = "pytorch_model.bin"  # read only as plain tensors, and only where a kind needs it
 # Architectures of encoders that lie in a GLiNER model's file, of versions 1 and 2.
 GLINER, GLINER2 = "GLiNER", "GLiNER2"
 GLINER2_TYPE = "extractor"
@@ -110,13 +112,19 @@ def _resolve(path_or_id: str | Path, *, revision: str | None, local_files_only: 
     # Here alone: the hub's client takes a quarter of a second to import, and folders need none.
     from bytetx.checkpoint import hub
 
-    folder = hub.snapshot(str(path_or_id), revision=revision, local_files_only=local_files_only)
+    fetch = partial(
+        hub.snapshot, str(path_or_id), revision=revision, local_files_only=local_files_only
+    )
+    folder = fetch()
+    is_extractor = is_gliner(folder) or (folder / GLINER2_ENCODER).is_file()
+    if is_extractor and not any(folder.glob("*.safetensors")):
+        folder = fetch(more=(PICKLED,))  # what their packages write
     names = _names(folder)
     if not local_files_only and not any(name.endswith(".safetensors") for name in names):
         names = hub.hub_names(str(path_or_id), revision) or names
     _refuse_hub_gguf(str(path_or_id), names)
     _check_kind(repr(str(path_or_id)), names)
-    _check_hub_weights(str(path_or_id), names)
+    _check_hub_weights(str(path_or_id), names, folder)
     return folder
 
 
@@ -176,9 +184,12 @@ def _refuse_hub_gguf(repo: str, names: list[str]) -> None:
         )
 
 
-def _check_hub_weights(repo: str, names: list[str]) -> None:
-    """Raises CheckpointError where a hub repository has no weights that are fetched."""
-    if any(name.endswith(".safetensors") for name in names):
+def _check_hub_weights(repo: str, names: list[str], folder: Path) -> None:
+    """Raises CheckpointError where a hub repository has no weights that are fetched.
+
+    names: its files.  folder: those that were fetched.
+    """
+    if any(name.endswith(".safetensors") for name in names) or (folder / PICKLED).is_file():
         return
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     held = f"only {', '.join(pickles[:3])}" if pickles else "none in a format that bytetx knows"

@@ -20,13 +20,18 @@ from bytetx.errors import CheckpointError
 _HUB_PATTERNS = (
     *("*.json", "*.txt", "*.model", "*.model.v*", "*.jinja", "*.safetensors"),
     *("sparse_linear.pt", "colbert_linear.pt"),
-    *("*_Dense/pytorch_model.bin", "*_LayerNorm/pytorch_model.bin"),
+    *(f"*_{kind}/pytorch_model.bin" for kind in ("Dense", "LayerNorm", "WeightedLayerPooling")),
 )
 _HUB_IGNORED = ("onnx/*", "openvino/*")
 
 
-def snapshot(repo: str, *, revision: str | None, local_files_only: bool) -> Path:
-    """A hub repository's files in the local cache. Each cause of failure has its own message."""
+def snapshot(
+    repo: str, *, revision: str | None, local_files_only: bool, more: tuple[str, ...] = ()
+) -> Path:
+    """A hub repository's files in the local cache. Each cause of failure has its own message.
+
+    more: names of files that are fetched besides.
+    """
     at = "" if revision is None else f" at revision {revision!r}"
     try:
         return Path(
@@ -34,7 +39,7 @@ def snapshot(repo: str, *, revision: str | None, local_files_only: bool) -> Path
                 repo,
                 revision=revision,
                 local_files_only=local_files_only,
-                allow_patterns=list(_HUB_PATTERNS),
+                allow_patterns=[*_HUB_PATTERNS, *more],
                 ignore_patterns=list(_HUB_IGNORED),
             )
         )

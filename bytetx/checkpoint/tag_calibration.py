@@ -7,7 +7,7 @@ from pathlib import Path
 from bytetx.checkpoint.side_files import TABLE, check_fields, number, read_json
 from bytetx.errors import CheckpointError
 
-CALIBRATION_FILE = "viterbi_calibration.json"
+TAG_CALIBRATION = "viterbi_calibration.json"
 _POINT = "default"
 _PREFIX = "transition_bias_"
 _BIAS = number(-1e38)
@@ -33,7 +33,7 @@ def read_transition_biases(folder: Path) -> TransitionBiases | None:
 
     Raises CheckpointError where the file is damaged, or has a bias that is not known.
     """
-    path = folder / CALIBRATION_FILE
+    path = folder / TAG_CALIBRATION
     if not path.is_file():
         return None
     where, content = str(path), read_json(path)

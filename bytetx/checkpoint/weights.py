@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bytetx.checkpoint.files import GLINER, GLINER2
+from bytetx.checkpoint.files import GLINER, GLINER2, PICKLED
 from bytetx.checkpoint.gguf.file import GGUF_SUFFIX, read_gguf
 from bytetx.checkpoint.gguf.tensors import named_tensors
 from bytetx.checkpoint.pickled import read_pickled
@@ -39,7 +39,6 @@ _MAX_SHARDS = 4096
 _MAX_DIMS = 16  # weights have 4 at most
 
 _INDEX = "model.safetensors.index.json"
-_PICKLED = "pytorch_model.bin"
 
 # Layer norms of checkpoints converted from TensorFlow carry their old parameter names.
 # A weight beside the adapters of Jina embeddings v3's tasks carries that of torch's parametrize.
@@ -80,7 +79,7 @@ class Weights(Mapping[str, torch.Tensor]):
         """
         paths, more = weight_files(folder, spec), [folder / name for name in beside]
         self._saved: Mapping[str, StoredTensor]
-        if paths[0].name == _PICKLED:
+        if paths[0].name == PICKLED:
             tensors = read_pickled(paths[0], safe_name="model.safetensors")
             self._saved = {
                 canonical_name(name, spec.prefixes): LoadedTensor(paths[0], name, tensor)
@@ -391,8 +390,8 @@ def weight_files(folder: Path, spec: ModelSpec) -> list[Path]:
     if not (folder / _INDEX).is_file():
         if gguf := sorted(folder.glob(f"*{GGUF_SUFFIX}")):
             return [path.resolve() for path in gguf]
-        if spec.architectures in ((GLINER,), (GLINER2,)) and (folder / _PICKLED).is_file():
-            return [folder / _PICKLED]  # what their packages write unless they are told otherwise
+        if spec.architectures in ((GLINER,), (GLINER2,)) and (folder / PICKLED).is_file():
+            return [folder / PICKLED]  # what their packages write unless they are told otherwise
         raise CheckpointError(_no_weights(folder, spec))
     names = sorted(set(_weight_map(folder).values()))
     if len(names) > _MAX_SHARDS:

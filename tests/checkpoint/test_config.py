@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -159,6 +160,37 @@ def test_what_a_hub_repository_holds_instead(
     monkeypatch.setattr(hub_module, "list_repo_files", lambda repo, revision: held)
     with pytest.raises(CheckpointError, match=f"'someone/model' {message}"):
         resolve_checkpoint("someone/model")
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted"),
+    [
+        (["gliner_config.json", "pytorch_model.bin"], "pytorch_model.bin"),
+        (["config.json", "encoder_config/config.json", "pytorch_model.bin"], "pytorch_model.bin"),
+        (["gliner_config.json", "model.safetensors", "pytorch_model.bin"], "model.safetensors"),
+        (["config.json", "model.safetensors", "pytorch_model.bin"], "model.safetensors"),
+        (
+            ["config.json", "model.safetensors", "1_WeightedLayerPooling/pytorch_model.bin"],
+            "1_WeightedLayerPooling/pytorch_model.bin",
+        ),
+    ],
+    ids=str,
+)
+def test_plain_tensors_are_fetched_where_they_are_read(
+    held: list[str], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(repo: str, *, allow_patterns: list[str], **options: object) -> str:
+        for name in held:
+            if any(fnmatch(name, pattern) for pattern in allow_patterns):
+                (tmp_path / name).parent.mkdir(exist_ok=True)
+                (tmp_path / name).write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub_module, "snapshot_download", download)
+    monkeypatch.setattr(hub_module, "list_repo_files", lambda repo, revision: held)
+    folder = resolve_checkpoint("someone/model")
+    assert (folder / wanted).is_file()
+    assert (folder / "pytorch_model.bin").is_file() == (wanted == "pytorch_model.bin")
 
 
 def test_an_unexpected_client_error(monkeypatch: pytest.MonkeyPatch) -> None:

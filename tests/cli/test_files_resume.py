@@ -26,6 +26,7 @@ from bytetx.cli.files.resume import (
     Counts,
     JobProgress,
     check_same_job,
+    model_identity,
     side_files_identity,
     skip_done,
 )
@@ -210,6 +211,7 @@ def test_resuming_with_other_inputs_or_options_is_refused(
 def test_a_tokenizer_or_a_pooling_of_before_is_not_resumed_with_another(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling").mkdir()
     files = ["config.json", "tokenizer.json", "vocab.txt", "1_Pooling/config.json"]
+    files.append("viterbi_calibration.json")
     for name in files:
         (tmp_path / name).write_text("{}")
     first = side_files_identity(tmp_path)
@@ -230,6 +232,29 @@ def test_a_tokenizer_or_a_pooling_of_before_is_not_resumed_with_another(tmp_path
         check_same_job(JobProgress({"task": "embed"}), {"task": "embed", SIDE_FILES: now}, out)
         (tmp_path / name).write_text("{}")
     assert side_files_identity(tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "pytorch_model.bin",
+        "2_Dense/pytorch_model.bin",
+        "2_Dense/model.safetensors",
+        "sparse_linear.pt",
+        "colbert_linear.pt",
+        "model.gguf",
+    ],
+)
+def test_other_weights_are_another_model(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"one")
+    first = model_identity(tmp_path)
+    (tmp_path / "out.npy").write_bytes(b"rows")
+    assert model_identity(tmp_path) == first
+    (tmp_path / name).write_bytes(b"two")
+    assert model_identity(tmp_path) != first
 
 
 def test_a_damaged_progress_file_is_an_error_that_says_so(tmp_path: Path) -> None:

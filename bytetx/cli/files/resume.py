@@ -12,7 +12,9 @@ from typing import Any
 from bytetx.checkpoint.decision_heads import DECISION_FILES
 from bytetx.checkpoint.families import check_families
 from bytetx.checkpoint.files import GLINER_CONFIG, is_gliner
+from bytetx.checkpoint.gguf.file import GGUF_SUFFIX
 from bytetx.checkpoint.sentence_files import TRANSFORMER_FILES
+from bytetx.checkpoint.tag_calibration import TAG_CALIBRATION
 from bytetx.checkpoint.tokenizer_files import TOKENIZER_FILES
 from bytetx.cli.files.records import RankRequest, Record, RecordError
 from bytetx.errors import InputError
@@ -166,6 +168,7 @@ _SIDE_NAMES = {
     GLINER_CONFIG,
     "modules.json",
     "router_config.json",
+    TAG_CALIBRATION,
     *TRANSFORMER_FILES,
 }
 
@@ -178,7 +181,7 @@ def model_identity(folder: Path) -> str:
     """
     config = GLINER_CONFIG if is_gliner(folder) else "config.json"
     digest = hashlib.blake2b((folder / config).read_bytes(), digest_size=16)
-    for path in sorted([*folder.rglob("*.safetensors"), *folder.glob("pytorch_model.bin")]):
+    for path in sorted(path for path in folder.rglob("*") if _is_weights(path)):
         size_bytes = path.stat().st_size
         digest.update(f"{path.relative_to(folder)} {size_bytes}".encode())
         with path.open("rb") as file:
@@ -186,6 +189,10 @@ def model_identity(folder: Path) -> str:
             file.seek(max(0, size_bytes - _SAMPLE_BYTES))
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def _is_weights(path: Path) -> bool:
+    return path.suffix in _WEIGHT_SUFFIXES or path.name in _PLAIN_WEIGHTS
 
 
 def families_identity(folder: str) -> str:
@@ -199,3 +206,5 @@ def families_identity(folder: str) -> str:
 
 
 _SAMPLE_BYTES = 1 << 20
+_WEIGHT_SUFFIXES = (".safetensors", GGUF_SUFFIX)
+_PLAIN_WEIGHTS = ("pytorch_model.bin", "sparse_linear.pt", "colbert_linear.pt")
