@@ -90,7 +90,7 @@ def plan_attention(
         return _plan_tree(tree, tables, head_dim, softcap, cu_seqlens.device, *made_for)
     if has_sinks or head_dim > MAX_HEAD_DIM or not has_planned_kernel(cu_seqlens.device):
         device = cu_seqlens.device
-        if device.type == "cpu" or why_no_triton(device) is not None:
+        if why_no_triton(device) is not None:
             return None
         bounds = triton_backend.kernels(device).sequence_bounds(cu_seqlens, total_tokens)
         return AttentionPlan(bounds, 0, batch_size, total_tokens, causal, window)
