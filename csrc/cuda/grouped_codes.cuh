@@ -26,16 +26,22 @@ constexpr int kBlockOutputs = 64, kBlockFeatures = 64;
 constexpr int kStripOutputs = 16;
 constexpr int kGroup = 32;  // features that share a scale
 
-// How codes are decoded; what is known as kernels are compiled costs no instruction in them.
-// has_zero: of 4 bits, whether groups have zero points or least values. Of 8 bits with two numbers
-// GroupForm says it as a kernel runs.
-struct CodeKind {
-    int bits;
-    int numbers;  // a group has
-    bool has_zero;
-};
-constexpr CodeKind kFourBits{4, 2, false}, kFourBitsZero{4, 2, true};
-constexpr CodeKind kEightBits{8, 1, false}, kEightBitsPair{8, 2, false};
+// How codes are decoded; what is known as kernels are compiled costs no instruction in them. An
+// enum and no struct: nvcc's host code of a kernel cannot name values of a struct. four_bits: with
+// least values, four_bits_zero: with zero points.  eight_bits_pair: with two numbers a group, of
+// which GroupForm says as a kernel runs what they are.
+enum class CodeKind : int { four_bits, four_bits_zero, eight_bits, eight_bits_pair };
+constexpr CodeKind kFourBits = CodeKind::four_bits, kFourBitsZero = CodeKind::four_bits_zero;
+constexpr CodeKind kEightBits = CodeKind::eight_bits, kEightBitsPair = CodeKind::eight_bits_pair;
+
+__host__ __device__ constexpr bool has_zero_points(CodeKind kind) { return kind == kFourBitsZero; }
+
+__host__ __device__ constexpr int bits_of(CodeKind kind) {
+    return kind == kFourBits || has_zero_points(kind) ? 4 : 8;
+}
+
+// Numbers that a group has.
+__host__ __device__ constexpr int numbers_of(CodeKind kind) { return kind == kEightBits ? 1 : 2; }
 
 // Arithmetic of pairs of 16-bit numbers, as words.
 template <typename T>
@@ -156,9 +162,9 @@ __device__ __forceinline__ uint32_t weights_of8(uint32_t codes, int i, uint32_t 
 
 template <CodeKind kKind>
 struct Codes {
-    static constexpr int kBits = kKind.bits;
+    static constexpr int kBits = bits_of(kKind);
     static constexpr int kStripBytes = kStripOutputs * kBlockFeatures * kBits / 8;
-    static constexpr int kNumberBytes = kKind.numbers * 2;
+    static constexpr int kNumberBytes = numbers_of(kKind) * 2;
     static constexpr int kStripNumbers = kStripOutputs * 2;  // two groups
     static constexpr int kStrips = kBlockOutputs / kStripOutputs;
     static constexpr int kNumbersAt = kStrips * kStripBytes;
@@ -174,8 +180,8 @@ __device__ __forceinline__ void weights_of_block(const uint8_t* block, int strip
     const uint8_t* numbers = block + C::kNumbersAt + (strip * 8 + lane / 4) * 4 * C::kNumberBytes;
     // Pairs 0 and 1 are features 0 and 8 of the first product, 2 and 3 of the next.
     const auto place = [](int i) { return i / 2 * 4 + i % 2 * 2; };
-    if constexpr (kKind.bits == 4) {
-        constexpr bool kHasZero = kKind.has_zero;
+    if constexpr (bits_of(kKind) == 4) {
+        constexpr bool kHasZero = has_zero_points(kKind);
         const uint4 words = *codes;
         const uint4 scales = *reinterpret_cast<const uint4*>(numbers);
 #pragma unroll
@@ -185,7 +191,7 @@ __device__ __forceinline__ void weights_of_block(const uint8_t* block, int strip
             a[8 + place(i)] = weights_of4<T, kHasZero>(words.z, i, scales.z);
             a[8 + place(i) + 1] = weights_of4<T, kHasZero>(words.w, i, scales.w);
         }
-    } else if constexpr (kKind.numbers == 2) {
+    } else if constexpr (numbers_of(kKind) == 2) {
         const uint4 scales = *reinterpret_cast<const uint4*>(numbers);
 #pragma unroll
         for (int group = 0; group < 2; ++group) {

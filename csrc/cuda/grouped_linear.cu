@@ -60,12 +60,12 @@ __global__ void __launch_bounds__(kRowThreads) grouped_rows_kernel(const Grouped
             uint32_t word;
             const auto* codes = reinterpret_cast<const uint32_t*>(block + strip * C::kStripBytes);
             if constexpr (C::kBits == 4) {
-                word = grouped::weights_of4<T, kKind.has_zero>(
+                word = grouped::weights_of4<T, has_zero_points(kKind)>(
                     codes[lane * 4 + group * 2 + is_second], pair,
                     *reinterpret_cast<const uint32_t*>(numbers));
             } else {
                 const uint32_t four = codes[(group * 32 + lane) * 4 + is_second * 2 + pair / 2];
-                if constexpr (kKind.numbers == 2) {
+                if constexpr (numbers_of(kKind) == 2) {
                     const auto own = grouped::Numbers8<T>::of(
                         *reinterpret_cast<const uint32_t*>(numbers), p.form);
                     word = own.weights(four, pair);
