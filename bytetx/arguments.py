@@ -46,6 +46,17 @@ def check_not_negative(name: str, given: object) -> None:
         raise OptionError(f"{name} must be an integer from 0, got {shown(given)}")
 
 
+def is_share(given: object) -> TypeGuard[float]:
+    """Whether it is a number from 0 to 1."""
+    return isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= 1
+
+
+def check_threshold(threshold: object) -> None:
+    """OptionError unless it is a number from 0 to 1."""
+    if not is_share(threshold):
+        raise OptionError(f"threshold must be a number from 0 to 1, got {shown(threshold)}")
+
+
 def check_adapter_name(name: object) -> None:
     """OptionError unless it is 1 to 128 of letters, digits, '.', '_' and '-'."""
     if not isinstance(name, str) or not _ADAPTER_NAME.fullmatch(name):

@@ -74,16 +74,6 @@ class InstanceQueries:
 
 
 @dataclass(frozen=True, slots=True)
-class SchemaScores:
-    """Some texts' scores: of spans, f32 [sum of rows * queries], each text's [rows, queries];
-    counts, int64 [num_texts, num_structures]; logits, f32 [num_texts, num_classes]."""
-
-    spans: torch.Tensor
-    counts: torch.Tensor
-    logits: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class SchemaHead:
     """The head of a GLiNER2 model.
 

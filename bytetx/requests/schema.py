@@ -4,13 +4,13 @@ import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from bytetx.arguments import text_fault
+from bytetx.arguments import is_share, text_fault
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.errors import CheckpointError, InputError, TooLongError, shown
 from bytetx.requests.words import LabelPrompt
@@ -101,9 +101,9 @@ def read_schema(given: object) -> ExtractionSchema:
     entities = _names("entities", table.get("entities"))
     if entities:
         groups.append(SchemaGroup("entities", _read_named("entities", entities, "dtype"), _ENTITY))
-    for field in _read_named("relations", _names("relations", table.get("relations"))):
-        ends = tuple(SchemaField(end, threshold=field.threshold) for end in ("head", "tail"))
-        groups.append(SchemaGroup(field.name, ends, _RELATION, field.description))
+    for one in _read_named("relations", _names("relations", table.get("relations"))):
+        ends = tuple(SchemaField(end, threshold=one.threshold) for end in ("head", "tail"))
+        groups.append(SchemaGroup(one.name, ends, _RELATION, one.description))
     items = table.get("classifications") or []
     if not isinstance(items, list | tuple):
         raise InputError(f"schema: classifications must be a list of tables, got {shown(items)}")
@@ -205,10 +205,9 @@ def _read_field(where: str, name: str, given: Mapping[str, Any]) -> SchemaField:
 def _threshold(where: str, given: object) -> float | None:
     if given is None:
         return None
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not is_number or not 0 <= given <= 1:  # type: ignore[operator]
+    if not is_share(given):
         raise InputError(f"{where} must be a number from 0 to 1, got {shown(given)}")
-    return float(given)  # type: ignore[arg-type]
+    return float(given)
 
 
 def _read_structure(name: str, given: object) -> SchemaGroup:
@@ -272,7 +271,7 @@ class SchemaPrompt(LabelPrompt):
     choices: the number of each choice's word before a text, by its lower case.
     """
 
-    choices: Mapping[str, int] = None  # type: ignore[assignment]
+    choices: Mapping[str, int] = field(default_factory=dict)
 
 
 def schema_prompt(schema: ExtractionSchema, tokenizer: Tokenizer, *, most: int) -> SchemaPrompt:
@@ -333,9 +332,9 @@ def _part(
     name: str, marker: str, fields: Sequence[SchemaField], *, prompt: str | None
 ) -> list[str]:
     text = name if prompt is None else f"{name}: {prompt}"
-    for field in fields:
-        if field.description is not None:
-            text += f" {_DESCRIPTION} {field.name}: {field.description}"
+    for one in fields:
+        if one.description is not None:
+            text += f" {_DESCRIPTION} {one.name}: {one.description}"
     marked = [part for field in fields for part in (marker, field.name)]
     return ["(", _PARENT, text, "(", *marked, ")", ")"]
 
@@ -345,10 +344,10 @@ def _choice_words(schema: ExtractionSchema) -> list[str]:
     words: list[str] = []
     for group in schema.groups:
         inner: list[str] = []
-        for field in group.fields:
-            if field.choices:
-                named = [part for choice in field.choices for part in (choice, "|")][:-1]
-                inner += [field.name, "(", *named, ")", ","]
+        for one in group.fields:
+            if one.choices:
+                named = [part for choice in one.choices for part in (choice, "|")][:-1]
+                inner += [one.name, "(", *named, ")", ","]
         words += ["(", f"{group.name}:", *inner[:-1], ")"] if inner else []
     return words
 

@@ -242,10 +242,9 @@ def count_characters(inputs: Iterable[Any]) -> int:
     return count
 
 
-def count_rerank_characters(query: str, documents: Sequence[str], instruction: str | None) -> int:
-    """Count what a reranker reads: the query and the instruction with each document."""
-    shared = len(query) + len(instruction or "")
-    return shared * len(documents) + count_characters(documents)
+def count_read_characters(texts: Sequence[str], shared: Iterable[str | None]) -> int:
+    """Count what a model reads that reads the shared texts with each of the others."""
+    return count_characters(filter(None, shared)) * len(texts) + count_characters(texts)
 
 
 def check_batch(exchange: Exchange, inputs: list[Any], *, field: str) -> None:

@@ -8,7 +8,7 @@ from bytetx.serve.answers import (
     check_batch,
     check_characters,
     count_characters,
-    count_rerank_characters,
+    count_read_characters,
     json_answer,
     run,
 )
@@ -64,7 +64,7 @@ async def rerank_v2(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
 async def _rerank(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
     facts = find_model(exchange, body.model, "rerank")
     check_batch(exchange, body.documents, field="documents")
-    characters = count_rerank_characters(body.query, body.documents, body.instruction)
+    characters = count_read_characters(body.documents, (body.query, body.instruction))
     check_characters(exchange, characters, field="documents")
     outcome = await run(
         exchange,

@@ -15,7 +15,7 @@ from bytetx.serve.answers import (
     check_characters,
     check_tokenize,
     count_characters,
-    count_rerank_characters,
+    count_read_characters,
     joined_answers,
     json_answer,
     run,
@@ -183,7 +183,7 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
     """The texts by how well they answer the query, best first."""
     facts = _model(exchange, body.model, "rerank")
     check_batch(exchange, body.texts, field="texts")
-    characters = count_rerank_characters(body.query, body.texts, body.instruction)
+    characters = count_read_characters(body.texts, (body.query, body.instruction))
     check_characters(exchange, characters, field="texts")
     outcome = await run(
         exchange,
@@ -209,7 +209,7 @@ async def extract(body: ExtractRequest, exchange: Exchange) -> Response:
     labels = body.labels
     read = list(labels.values()) if isinstance(labels, dict) else labels
     # The model reads the labels with each text.
-    characters = count_characters(read) * len(body.texts) + count_characters(body.texts)
+    characters = count_read_characters(body.texts, read)
     check_characters(exchange, characters, field="texts", shared="labels")
     outcome = await run(
         exchange,
@@ -230,8 +230,7 @@ async def fill_schema(body: FillSchemaRequest, exchange: Exchange) -> Response:
     facts = _model(exchange, body.model, "fill_schema")
     check_batch(exchange, body.texts, field="texts")
     # The model reads the schema with each text.
-    schema = orjson.dumps(body.schema_).decode()
-    characters = len(schema) * len(body.texts) + count_characters(body.texts)
+    characters = count_read_characters(body.texts, [orjson.dumps(body.schema_).decode()])
     check_characters(exchange, characters, field="texts", shared="schema")
     outcome = await run(
         exchange,

@@ -7,10 +7,10 @@ from typing import ClassVar, cast
 import numpy as np
 import torch
 
-from bytetx.arguments import text_fault
+from bytetx.arguments import check_threshold, text_fault
 from bytetx.encode.request import Requests
 from bytetx.encode.step import Capture, Step, are_finite
-from bytetx.errors import InputError, OptionError, shown
+from bytetx.errors import InputError, shown
 from bytetx.nn.extraction import ExtractionHead, SpanScorer
 from bytetx.nn.schema_head import SchemaHead
 from bytetx.nn.transformer import Transformer
@@ -27,7 +27,7 @@ from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.classify import sigmoid
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import ExtractedSpan, Results
-from bytetx.tasks.schema_scores import TextScores, schema_call
+from bytetx.tasks.schema_scores import Found, TextScores, schema_call
 from bytetx.tasks.task import TextOptions, option, task
 from bytetx.tasks.word_rows import alignments_of, read_labels, read_words
 
@@ -44,10 +44,7 @@ class ExtractOptions(TextOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        threshold = self.threshold
-        is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-        if not is_number or not 0 <= threshold <= 1:
-            raise OptionError(f"threshold must be a number from 0 to 1, got {shown(threshold)}")
+        check_threshold(self.threshold)
 
 
 Labels = Sequence[str] | Mapping[str, str]
@@ -178,12 +175,8 @@ class ExtractTask:
         return chosen_spans(found, alignment, self.labels, self.options)
 
 
-# (first word, last word, label, score)
-_Found = tuple[int, int, int, float]
-
-
 def chosen_spans(
-    found: Iterable[_Found],
+    found: Iterable[Found],
     alignment: WordAlignment,
     labels: Sequence[str],
     options: ExtractOptions,
@@ -200,7 +193,7 @@ def chosen_spans(
 
 def _spans_of_rows(
     scores: np.ndarray, num_words: int, max_width: int, threshold: float
-) -> list[_Found]:
+) -> list[Found]:
     """Spans above the threshold.  scores: f32 [num_words * max_width, num_labels]."""
     found = sigmoid(scores)
     rows, labels = np.nonzero(found > np.float32(threshold))
@@ -212,14 +205,14 @@ def _spans_of_rows(
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def _spans_of_words(scores: np.ndarray, threshold: float) -> list[_Found]:
+def _spans_of_words(scores: np.ndarray, threshold: float) -> list[Found]:
     """Spans from a start to an end with all words between inside; the score is the least of these.
 
     scores: f32 [num_words, 3, num_labels]: as a start, as an end, inside.
     """
     starts, ends, insides = sigmoid(scores).transpose(1, 0, 2)
     least = np.float32(threshold)
-    found: list[_Found] = []
+    found: list[Found] = []
     for first, label in zip(
         *(column.tolist() for column in np.nonzero(starts > least)), strict=True
     ):
@@ -234,9 +227,9 @@ def _spans_of_words(scores: np.ndarray, threshold: float) -> list[_Found]:
     return found
 
 
-def _choose(found: Iterable[_Found], num_words: int, options: ExtractOptions) -> list[_Found]:
+def _choose(found: Iterable[Found], num_words: int, options: ExtractOptions) -> list[Found]:
     """The best spans that go together, in the order of the text."""
-    chosen: list[_Found] = []
+    chosen: list[Found] = []
     spans: set[tuple[int, int]] = set()
     is_taken = bytearray(num_words)
     for one in sorted(found, key=lambda one: -one[3]):

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from bytetx.errors import OptionError, shown
+from bytetx.arguments import check_threshold
 from bytetx.requests.schema import (
     Classification,
     ExtractionSchema,
@@ -40,10 +40,7 @@ class FillSchemaOptions(TextOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        threshold = self.threshold
-        is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-        if not is_number or not 0 <= threshold <= 1:
-            raise OptionError(f"threshold must be a number from 0 to 1, got {shown(threshold)}")
+        check_threshold(self.threshold)
 
 
 @task(item=Extraction)

@@ -23,7 +23,7 @@ from bytetx.tasks.word_rows import alignments_of, read_labels, read_words
 
 R = TypeVar("R")
 
-# (first word, last word, the number of its field, score)
+# (first word, last word, the number of its field or label, score)
 Found = tuple[int, int, int, float]
 
 
