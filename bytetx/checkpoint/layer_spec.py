@@ -93,6 +93,11 @@ class QueryGrowth:
     period: int
 
 
+def numbered(name: str, layer: int) -> str:
+    """A layer's name of a tensor; families write {i} for the layer."""
+    return name.replace("{i}", str(layer))
+
+
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
     """Heads of keys and values, and the features of each head."""
@@ -122,7 +127,7 @@ class LayerInputSpec:
         """The tensors that this layer has of its own."""
         stems = (self.gate, self.out, self.out_norm)
         names = (*(f"{stem}.weight" for stem in stems), self.scale)
-        return tuple(name.replace("{i}", str(layer)) for name in names)
+        return tuple(numbered(name, layer) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +142,7 @@ class AttendedSpec:
 
     def names(self, layer: int) -> tuple[str, str]:
         """The tensors of a layer: alpha, and the gate's weight."""
-        alpha, gate = (name.replace("{i}", str(layer)) for name in (self.alpha, self.gate))
-        return alpha, f"{gate}.weight"
+        return numbered(self.alpha, layer), f"{numbered(self.gate, layer)}.weight"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from bytetx.checkpoint.layer_spec import (
     HeadSizes,
     LayerSpec,
     is_gated,
+    numbered,
 )
 from bytetx.checkpoint.quantization import Quantization
 
@@ -146,7 +147,7 @@ class ModelSpec:
                 attention = {*ATTENTION_LINEARS, "q_norm", "k_norm"}
                 stems = {key: stem for key, stem in stems.items() if key not in attention}
                 stems |= mixer.layer
-            return {key: stem.replace("{i}", str(layer)) for key, stem in stems.items()}
+            return {key: numbered(stem, layer) for key, stem in stems.items()}
         repeat, inner = divmod(layer, self.layers_per_group)
         repeats = self.num_layers // self.layers_per_group
         group = repeat * self.num_layer_groups // repeats

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bytetx.checkpoint.layer_spec import LayerInputSpec
+from bytetx.checkpoint.layer_spec import LayerInputSpec, numbered
 from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.tensors import TensorLoader
@@ -71,7 +71,7 @@ def load_between(spec: ModelSpec, load: TensorLoader) -> list[Between | None]:
     """Each layer's way to the next, before them that to the first; raises as TensorLoader does."""
     layers, indices = spec.layer_spec, range(spec.num_layers)
     if layers.mixing:
-        names = [layers.mixing.replace("{i}", str(i)) for i in indices]
+        names = [numbered(layers.mixing, i) for i in indices]
         return [*(Mixing(load.tensor(name, (2,))) for name in names), None]
     own = layers.layer_input
     if own is None:

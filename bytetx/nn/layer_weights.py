@@ -13,6 +13,7 @@ from bytetx.checkpoint.layer_spec import (
     LINEARS,
     ExpertSpec,
     HeadSizes,
+    numbered,
 )
 from bytetx.checkpoint.mixer_spec import MIXER_TENSORS, MixerSpec
 from bytetx.checkpoint.norm_kinds import NORM_KINDS
@@ -36,7 +37,7 @@ from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight, in_turn
 from bytetx.ops.group_rows import GroupRows
 from bytetx.ops.linear import prepack_linear
-from bytetx.ops.norm import RmsNorm, RowNorm
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.weight import Weight
 from bytetx.parallel.layout import features
 
@@ -125,7 +126,7 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
         if layers.attended is not None:
             yield from layers.attended.names(i)
         if layers.mixing:
-            yield layers.mixing.replace("{i}", str(i))
+            yield numbered(layers.mixing, i)
         for key, name in spec.layer_names(i).items():
             if key == "attn_norm" and i == 0 and not layers.has_first_norm:
                 continue
@@ -299,13 +300,16 @@ class _LayerReader:
         attn_out, feed_forward = self._halves(
             names, spec.experts_of(i), norms.get("ffn_out_norm"), attended
         )
+        v_norm = None
+        if layers.norms_values:
+            v_norm = self.load.plain_norm(own.head_dim, eps=spec.norm_eps)
         return LayerWeights(
             attn_norm=norms.get("attn_norm"),
             attn_out_norm=norms.get("attn_out_norm"),
             qkv=qkv,
             q_norm=self._head_norm(names, "q_norm", spec.num_heads, own.head_dim, self.heads),
             k_norm=self._head_norm(names, "k_norm", own.num_kv_heads, own.head_dim, self.kv_heads),
-            v_norm=self._plain_norm(own.head_dim, spec.norm_eps) if layers.norms_values else None,
+            v_norm=v_norm,
             attn_out=attn_out,
             ffn_norm=norms.get("ffn_norm"),
             feed_forward=feed_forward,
@@ -338,7 +342,7 @@ class _LayerReader:
 
     def norm(self, stem: str, size: int) -> RowNorm:
         if not self.layer_spec.norm_scale:
-            return self._plain_norm(size, self.spec.layer_norm_eps)
+            return self.load.plain_norm(size, eps=self.spec.layer_norm_eps)
         return self.load.norm(
             stem,
             size,
@@ -364,13 +368,8 @@ class _LayerReader:
             part = None if local is None else Part(0, (local,))
         offset, eps = self.layer_spec.norm_offset, self.spec.norm_eps
         if not self.layer_spec.norm_scale:
-            return self._plain_norm(size, eps)
+            return self.load.plain_norm(size, eps=eps)
         return self.load.norm(names[key], size, eps=eps, kind="rms_norm", offset=offset, part=part)
-
-    def _plain_norm(self, size: int, eps: float) -> RowNorm:
-        """An RMS norm without weights: they are ones."""
-        ones = torch.ones(size, dtype=self.load.dtype, device=self.load.device)
-        return RmsNorm(ones, None, eps)
 
     def _qkv_parts(self, names: dict[str, str], own: HeadSizes) -> list[_Tensors]:
         """(weight, bias) of q, k and v; empty where one weight holds all three."""
@@ -453,7 +452,7 @@ class _LayerReader:
             return None
         part = None if self.shard is None else Part(0, (self.shard.heads,))
         shape = (self.spec.num_heads,)
-        return self.load.in_f32().tensor(names["sinks"], shape, part=part).contiguous()
+        return self.load.in_float32().tensor(names["sinks"], shape, part=part).contiguous()
 
     def _fused_outputs(self, q_rows: int, kv_rows: int) -> tuple[range, ...] | None:
         """This rank's rows of a weight that holds q, k and v of all heads."""
@@ -494,7 +493,7 @@ class _LayerReader:
     def _experts(self, names: dict[str, str], experts: ExpertSpec) -> ExpertsWeight:
         """A layer's router and its experts; of a shard, some of each expert's inner features."""
         hidden, count = self.spec.hidden_size, experts.num_experts
-        load = self.load.in_f32() if experts.routes_in_f32 else self.load
+        load = self.load.in_float32() if experts.routes_in_f32 else self.load
         router = load.tensor(f"{names['router']}.weight", (count, hidden))
         router_bias = (
             load.tensor(names["router_bias"], (count,)) if "router_bias" in names else None

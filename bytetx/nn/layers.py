@@ -510,29 +510,25 @@ class Layers:
                 early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,
                 **options,
             )
-            return (
-                attended.flatten(1)
-                if layer.attended is None
-                else layer.attended.run(attended, v, h)
+        else:
+            if self._changes_heads[i] and not turns:
+                q, k = self._rotate(q, k, layer, i, step)
+            q = q if step.growth is None else q * step.growth
+            if batch.computed:
+                k, v = _with_computed(k, v, i, batch)
+            if step.on_kv is not None:
+                step.on_kv(k, v)
+            attended = attend(
+                q,
+                k,
+                v,
+                batch.cu_seqlens,
+                causal=self.layer_spec.causal,
+                relative_bias=self.relative_bias,
+                bias_positions=batch.bias_positions,
+                sinks=layer.sinks,
+                **options,
             )
-        if self._changes_heads[i] and not turns:
-            q, k = self._rotate(q, k, layer, i, step)
-        q = q if step.growth is None else q * step.growth
-        if batch.computed:
-            k, v = _with_computed(k, v, i, batch)
-        if step.on_kv is not None:
-            step.on_kv(k, v)
-        attended = attend(
-            q,
-            k,
-            v,
-            batch.cu_seqlens,
-            causal=self.layer_spec.causal,
-            relative_bias=self.relative_bias,
-            bias_positions=batch.bias_positions,
-            sinks=layer.sinks,
-            **options,
-        )
         return attended.flatten(1) if layer.attended is None else layer.attended.run(attended, v, h)
 
     def _head_rotation(self, i: int, step: _Pass) -> HeadRotation:

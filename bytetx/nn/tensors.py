@@ -24,7 +24,7 @@ from bytetx.ops.group_rows import GroupRows, join_rows
 from bytetx.ops.grouped_blocks import GroupedBlocks, blocks_from_rows
 from bytetx.ops.grouped_linear import grouped_from_rows
 from bytetx.ops.linear import LinearWeight, prepare_linear
-from bytetx.ops.norm import NORMS, RowNorm
+from bytetx.ops.norm import NORMS, RmsNorm, RowNorm
 from bytetx.ops.stacked_weight import StackedWeight
 from bytetx.ops.weight import Weight
 
@@ -62,22 +62,17 @@ class TensorLoader:
         self.keeps_codes = False
 
     def in_float32(self) -> "TensorLoader":
-        """The same loader of a checkpoint's tensors, in f32."""
-        assert isinstance(self.tensors, Weights)
+        """The same loader, for what is float32 in a model of any dtype; nothing is rounded."""
         loader = copy(self)
-        loader.tensors, loader.dtype = self.tensors.cast(torch.float32), torch.float32
+        loader.dtype = torch.float32
+        if isinstance(self.tensors, Weights):
+            loader.tensors = self.tensors.cast(torch.float32)
         return loader
 
     def plain(self) -> "TensorLoader":
         """The same loader, whose linear layers are not laid out for a CPU."""
         loader = copy(self)
         loader.prepack = False
-        return loader
-
-    def in_f32(self) -> "TensorLoader":
-        """The same loader, for what is float32 in a model of any dtype."""
-        loader = copy(self)
-        loader.dtype = torch.float32
         return loader
 
     def coded(self, bits: int) -> "TensorLoader":
@@ -244,6 +239,10 @@ class TensorLoader:
         bias = self.tensor(f"{stem}.bias", (size,), part=part) if has_bias else None
         return NORMS[kind](weight, bias, eps)
 
+    def plain_norm(self, size: int, *, eps: float) -> RowNorm:
+        """An RMS norm without weights: they are ones."""
+        return RmsNorm(torch.ones(size, dtype=self.dtype, device=self.device), None, eps)
+
     def linear(self, stem: str, n: int, k: int, *, has_bias: bool = True) -> LinearWeight:
         """A linear layer of n outputs and k inputs."""
         weight = self.tensor(f"{stem}.weight", (n, k))
@@ -310,18 +309,21 @@ class TensorLoader:
         """A gated linear of what `matrix` gave: gate, up [n, k], biases [n]."""
         if isinstance(gate, GroupRows) or isinstance(up, GroupRows):
             return self._gated_codes(gate, up, gate_bias, up_bias)
-        biases = {"gate_bias": gate_bias, "up_bias": up_bias}
         if self.shares and (gate_bias is None) == (up_bias is None):
             stacked = self.fused_linear([(gate, gate_bias), (up, up_bias)])
             return GatedWeight(stacked, gate.shape[0], gate.shape[0])
         if self.bits is not None or self.is_fp8:
-            n, bias = gate.shape[0], None
+            n = gate.shape[0]
             block = gate_block(n)
-            if gate_bias is not None and up_bias is not None:
-                bias = in_turn(gate_bias, up_bias, block)
+            bias = _biases_in_turn(gate_bias, up_bias, block)
             return GatedWeight(self.weight_from(in_turn(gate, up, block), bias), n, block)
         return prepare_gated(
-            gate, up, **biases, prepack=self.prepack, batch_invariant=self.batch_invariant
+            gate,
+            up,
+            gate_bias=gate_bias,
+            up_bias=up_bias,
+            prepack=self.prepack,
+            batch_invariant=self.batch_invariant,
         )
 
     def _gated_codes(
@@ -335,11 +337,18 @@ class TensorLoader:
         if not isinstance(gate, GroupRows) or not gate.is_like(up) or not isinstance(up, GroupRows):
             parts = [(gate, gate_bias), (up, up_bias)]
             return GatedWeight(self.fused_linear(parts), n, n)
-        block, bias = gate_block(n), None
-        if gate_bias is not None and up_bias is not None:
-            bias = in_turn(gate_bias, up_bias, block)
+        block = gate_block(n)
         rows = join_rows([gate, up], partial(in_turn, block=block))
+        bias = _biases_in_turn(gate_bias, up_bias, block)
         return GatedWeight(self._blocks(rows, bias), n, block)
+
+
+def _biases_in_turn(
+    gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None, block: int
+) -> torch.Tensor | None:
+    if gate_bias is None or up_bias is None:
+        return None
+    return in_turn(gate_bias, up_bias, block)
 
 
 def _joined(parts: list[Matrix]) -> Matrix:

@@ -25,7 +25,7 @@ from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.coded_linear import CodedWeight
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.ops.norm import NORMS, RowNorm
+from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged_plan import launches_by_sizes
 from bytetx.packed import ComputedTokens, PackedBatch, SharedPrefixes
 from bytetx.parallel.layout import ModelShard
@@ -437,8 +437,7 @@ def _projected_norm(spec: ModelSpec, load: TensorLoader) -> RowNorm | None:
     """A norm without weights, which is all that a family has there."""
     if "projected_norm" not in spec.embeddings:
         return None
-    ones = torch.ones(spec.hidden_size, dtype=load.dtype, device=load.device)
-    return NORMS[spec.layer_spec.norm](ones, None, spec.norm_eps)
+    return load.plain_norm(spec.hidden_size, eps=spec.norm_eps)
 
 
 def _project_out(spec: ModelSpec, load: TensorLoader) -> LinearWeight | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,10 @@ _RANK_STEP = 16
 _KEPT_RANK = 64  # the largest that one kernel computes at once
 _NATIVE_RANK = 256  # the largest of the native kernel
 _VEC = 8  # numbers of half types in 16 bytes
+
+
+# What a layer's product adds, and what then adds to it in place; see start_low_rank.
+StartedChange: TypeAlias = tuple[Tensor | None, Callable[[Tensor], None] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +224,7 @@ def start_low_rank(
     *,
     tiles: RowTiles | None = None,
     residual: Tensor | None = None,
-) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
+) -> StartedChange:
     """(the residual of a layer's product of these rows, a function that then adds to it in place)
 
     Of few rows a GPU gives a new residual that holds the change of each segment's owner; otherwise
@@ -266,7 +270,7 @@ def _run_native(
     changes: LowRankChanges,
     tiles: RowTiles | None,
     residual: Tensor | None,
-) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
+) -> StartedChange:
     """Few rows; the Triton kernel takes many as near to the memory's rate."""
     (m, k), n = x.shape, changes.n
     tiles = tiles_on(x.device, segments, m) if tiles is None else tiles
@@ -303,9 +307,8 @@ def _run_triton(
     changes: LowRankChanges,
     tiles: RowTiles | None,
     residual: Tensor | None,
-) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
-    found: tuple[Tensor | None, Callable[[Tensor], None] | None]
-    found = triton_backend.kernels(x.device).start_low_rank(
+) -> StartedChange:
+    found: StartedChange = triton_backend.kernels(x.device).start_low_rank(
         x,
         tiles_on(x.device, segments, x.shape[0]) if tiles is None else tiles,
         residual,
@@ -325,7 +328,7 @@ def _run_torch(
     changes: LowRankChanges,
     tiles: RowTiles | None,
     residual: Tensor | None,
-) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
+) -> StartedChange:
     """Two products for each owner of rows, which are gathered where they are apart."""
 
     def add(d: Tensor) -> None:

@@ -546,7 +546,8 @@ def check_cache(
         sizes = (k_cache.shape[0], k_cache.shape[2], page_size)
         for name, t in zip(("k_scales", "v_scales"), scales, strict=True):
             require_tensor(name, t, shape=sizes, dtypes=dtypes, device=device)
-            require_contiguous(name, t)  # type: ignore[arg-type]  # it is a tensor
+            assert t is not None  # require_tensor has seen to it
+            require_contiguous(name, t)
 
 
 native.register(

@@ -1,6 +1,5 @@
 """Decoders whose tokens see their whole sequence, against transformers' classes without a mask."""
 
-import copy
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import tokenizers
 import torch
 from checkpoints import edit_json, save_causal
-from tiny import load, one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
+from tiny import half_errors, load, one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import WINDOW, expected, tiny_decoder
 
 import bytetx
@@ -89,14 +88,8 @@ def test_half_types_err_no_more_than_transformers(
 ) -> None:
     """Ministral 3's queries grow with their position, from 6 tokens on here."""
     model = tiny_decoder(name, "Model", is_causal=False).to(dtype)
-    loaded, ids = load(save(model, tmp_path), dtype), random_ids([40] * 12)
-    exact = copy.deepcopy(model).double()
-    errors = np.zeros(2)
-    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
-        wanted = expected(exact, sequence).last_hidden_state[0]
-        theirs = expected(model, sequence).last_hidden_state[0]
-        errors += [(found.double() - wanted).square().mean().item() for found in (rows, theirs)]
-    assert errors[0] < 1.1 * errors[1]
+    ours, theirs = half_errors(load(save(model, tmp_path), dtype), model)
+    assert ours < 1.1 * theirs
 
 
 @pytest.mark.parametrize(("name", "config"), WAYS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import SENTENCES, edit_json, make_tokenizer
-from tiny import VOCAB_SIZE, load, one_thread, random_ids, randomize, save  # noqa: F401  (autouse)
+from tiny import VOCAB_SIZE, half_errors, load, one_thread, random_ids, randomize, save  # noqa: F401  (autouse)
 from torch import nn
 
 import bytetx
@@ -97,14 +97,8 @@ def test_other_sizes(config: dict[str, object], tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_err_no_more_than_transformers(dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny().to(dtype)
-    loaded, ids = load(save(model, tmp_path), dtype), random_ids([40] * 12)
-    exact = copy.deepcopy(model).double()
-    errors = np.zeros(2)
-    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
-        wanted = expected(exact, sequence).last_hidden_state[0]
-        theirs = expected(model, sequence).last_hidden_state[0]
-        errors += [(found.double() - wanted).square().mean().item() for found in (rows, theirs)]
-    assert errors[0] < 1.1 * errors[1]
+    ours, theirs = half_errors(load(save(model, tmp_path), dtype), model)
+    assert ours < 1.1 * theirs
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

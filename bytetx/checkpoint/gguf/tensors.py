@@ -11,6 +11,7 @@ import torch
 from bytetx.checkpoint.gguf.architectures import Architecture, architecture_of
 from bytetx.checkpoint.gguf.blocks import BLOCK_FORMATS
 from bytetx.checkpoint.gguf.file import GgufFile, GgufTensor
+from bytetx.checkpoint.layer_spec import numbered
 from bytetx.checkpoint.model_spec import ModelSpec
 from bytetx.checkpoint.saved_tensor import (
     FLOAT_DTYPES,
@@ -70,7 +71,7 @@ def named_tensors(file: GgufFile, spec: ModelSpec) -> dict[str, StoredTensor]:
             and role not in spec.layer
             and "ffn_gate_up" in spec.layer
         ):
-            stem = spec.layer["ffn_gate_up"].replace("{i}", str(layer))
+            stem = numbered(spec.layer["ffn_gate_up"], layer)
             halves.setdefault(f"{stem}.{ending}", {})[role] = tensor
             continue
         if role is None or role not in spec.layer or layer >= spec.num_layers:

@@ -1,14 +1,12 @@
 """Low-rank changes of the rows of a product, another one for each owner of rows."""
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from bytetx.ops.low_rank import RANGE_COLUMNS, RowTiles
+from bytetx.ops.low_rank import RANGE_COLUMNS, RowTiles, StartedChange
 from bytetx.ops.triton_kernels.launch import dot_precision, launch, launches_early
 
 _MAX_FUSED_RANK = 64  # ranks that a program holds
@@ -239,7 +237,7 @@ def start_low_rank(
     ranges: Tensor,
     max_rank: int,
     has_bias: bool,
-) -> tuple[Tensor | None, Callable[[Tensor], None] | None]:
+) -> StartedChange:
     """ops.low_rank.start_low_rank on checked arguments; the others as of its LowRankChanges."""
     (m, k), num_tiles = x.shape, len(tiles.table)
     if not num_tiles or not n or not k:
