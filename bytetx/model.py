@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bytetx.arguments import check_iterable, check_not_negative, check_token_budget
+from bytetx.arguments import (
+    check_iterable,
+    check_kv_cache_dtype,
+    check_not_negative,
+    check_token_budget,
+)
 from bytetx.checkpoint.families import read_families
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.checkpoint.generation_config import check_switch
@@ -100,6 +105,7 @@ def load(
     Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.
     """
     switch = check_switch(generation_config)
+    check_kv_cache_dtype(kv_cache_dtype)
     known = read_families(families)
     folder = resolve_checkpoint(path_or_id, revision=revision, local_files_only=local_files_only)
     with computing():
@@ -116,7 +122,6 @@ def load(
         )
     try:
         checkpoint = load_generation(checkpoint, switch=switch)
-        checkpoint = with_cache_dtype(checkpoint, kv_cache_dtype)
     except BaseException:
         checkpoint.executor.close()
         raise
@@ -127,6 +132,7 @@ def load(
         cuda_graphs=cuda_graphs,
     )
     try:
+        model._set_kv_cache_dtype(kv_cache_dtype)
         for name, path in (adapters or {}).items():
             model.add_adapter(name, path)
     except BaseException:
@@ -192,6 +198,10 @@ class Model(ModelTasks):
             prefix_cache_bytes=prefix_cache_bytes,
         )
         self.encoder = EncodeEngine(self._runner, token_budget=self.token_budget)
+
+    def _set_kv_cache_dtype(self, kv_cache_dtype: str) -> None:
+        """As of load, for engines that are made from now on; OptionError where it is refused."""
+        self.checkpoint = with_cache_dtype(self.checkpoint, kv_cache_dtype)
 
     def close(self) -> None:
         """Ends the workers of a model loaded with tp; the model cannot be used after that."""

@@ -164,6 +164,11 @@ class ModelSpec:
         return self.num_layers - (0 if mixer is None else sum(mixer.pattern))
 
     @property
+    def takes_drafts(self) -> bool:
+        """Whether generation can undo a rejected guess: not in a layer without attention."""
+        return self.layer_spec.mixer is None
+
+    @property
     def extra_layer(self) -> str | None:
         """The weight that a checkpoint with more layers than config.json says would hold; None
         where no checkpoint of its kind has layers."""

@@ -117,7 +117,7 @@ def generation_sizes(
         max_num_seqs = min(_CUDA_SEQS if is_cuda else _CPU_SEQS, token_budget)
     check_num_seqs(max_num_seqs, token_budget)
     check_draft_size(num_speculative_tokens)
-    if num_speculative_tokens and spec.layer_spec.mixer is not None:
+    if num_speculative_tokens and not spec.takes_drafts:
         raise OptionError(
             f"num_speculative_tokens must be 0 for {spec.family}: its layers without attention "
             "cannot undo a rejected guess"

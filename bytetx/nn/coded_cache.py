@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from bytetx.arguments import check_kv_cache_dtype
 from bytetx.errors import OptionError
 from bytetx.nn.loading import LoadedCheckpoint
 
@@ -12,10 +11,9 @@ def with_cache_dtype(checkpoint: LoadedCheckpoint, kv_cache_dtype: str) -> Loade
 
     Raises OptionError where the model does not take it.
     """
-    check_kv_cache_dtype(kv_cache_dtype)
     if kv_cache_dtype == "auto":
         return checkpoint
-    if checkpoint.heads.lm is None or checkpoint.spec.is_bidirectional:
+    if not checkpoint.generates:
         raise OptionError(
             f"kv_cache_dtype {kv_cache_dtype} is for models that generate, and this "
             f"{checkpoint.spec.family} does not; leave it out"

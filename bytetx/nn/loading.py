@@ -128,6 +128,11 @@ class LoadedCheckpoint:
     executor: Executor = field(default_factory=Executor)
 
     @property
+    def generates(self) -> bool:
+        """Whether it continues prompts."""
+        return self.heads.lm is not None and not self.spec.is_bidirectional
+
+    @property
     def dtype_option(self) -> str | torch.dtype:
         """The dtype to load the same model with."""
         if self.quantization == SAVED:
@@ -186,7 +191,7 @@ def load_generation(checkpoint: LoadedCheckpoint, *, switch: str) -> LoadedCheck
 
     switch: as of read_generation_config.
     """
-    if checkpoint.heads.lm is None or checkpoint.spec.is_bidirectional:
+    if not checkpoint.generates:
         return checkpoint
     folder, tokenizer = checkpoint.sentence.folder, checkpoint.tokenizer
     generation = read_generation_config(

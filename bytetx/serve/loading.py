@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from bytetx.async_model import AsyncModel
+from bytetx.errors import OptionError, shown
 from bytetx.model import load
+from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.serve.calls import Call, ModelFacts
 from bytetx.serve.engine import LeftTruncation, LocalBackend, ServedModel, model_facts
 from bytetx.serve.settings import ModelSource, ServeSettings
@@ -17,10 +19,37 @@ logger = logging.getLogger("bytetx.serve")
 
 
 def load_models(settings: ServeSettings) -> list[ServedModel]:
-    """Every model, in the order of the settings; raises what bytetx.load does."""
+    """Every model, in the order of the settings.
+
+    Options of one kind of model are left out for the others. Raises what bytetx.load does, and
+    OptionError for such an option where no model takes it.
+    """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    return [_load_model(source, settings) for source in settings.models]
+    served = [_load_model(source, settings) for source in settings.models]
+    _check_taken(settings, [one.model.model.checkpoint for one in served])
+    return served
+
+
+def _check_taken(settings: ServeSettings, checkpoints: Sequence[LoadedCheckpoint]) -> None:
+    writers = [one for one in checkpoints if one.generates]
+    name = settings.default_prompt_name
+    refusals = {
+        f"--kv-cache-dtype {settings.kv_cache_dtype} is for models that generate": (
+            settings.kv_cache_dtype != "auto" and not writers
+        ),
+        "--num-speculative-tokens is for models with attention in every layer that generate": (
+            settings.num_speculative_tokens > 0
+            and not any(one.spec.takes_drafts for one in writers)
+        ),
+        f"--default-prompt-name {shown(name)} is for models with a prompt of that name": (
+            name is not None and not any(name in one.sentence.prompts for one in checkpoints)
+        ),
+    }
+    refused = next((reason for reason, is_refused in refusals.items() if is_refused), None)
+    if refused is not None:
+        names = ", ".join(model.name for model in settings.models)
+        raise OptionError(f"{refused}, and none of {names} is one; leave it out")
 
 
 def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
@@ -29,7 +58,6 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         device=settings.device,
         dtype=settings.dtype,
         batch_invariant=settings.batch_invariant,
-        kv_cache_dtype=settings.kv_cache_dtype,
         tp=settings.tp,
         token_budget=settings.max_batch_tokens,
         prefix_cache_bytes=settings.prefix_cache_bytes,
@@ -39,6 +67,9 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         local_files_only=settings.local_files_only,
         adapters=settings.adapters_of(source.name),
     )
+    if model.checkpoint.generates:
+        model._set_kv_cache_dtype(settings.kv_cache_dtype)
+    num_drafted = settings.num_speculative_tokens if model.spec.takes_drafts else 0
     facts = model_facts(source, model)
     queue = AsyncModel(
         model,
@@ -47,7 +78,7 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         tokenizer_threads=settings.tokenization_workers,
         kv_cache_tokens=settings.kv_cache_tokens,
         max_num_seqs=settings.max_num_seqs,
-        num_speculative_tokens=settings.num_speculative_tokens,
+        num_speculative_tokens=num_drafted,
     )
     logger.info("loaded %s: %r", source.name, model)
     left, texts = LeftTruncation(model.tokenizer), TokenTexts(model.tokenizer)

@@ -81,7 +81,7 @@ def _input_options(name: str | None, facts: ModelFacts, exchange: Exchange) -> d
     Where the model's name has a task, that one stays, with its prompt.
     """
     if name is None:
-        return prompt_options(exchange, None)
+        return prompt_options(exchange, facts, None)
     if any(facts.name == f"{facts.parent}:{task}" for task in facts.info["embedding_tasks"]):
         return {}
     names = _NAMES.get(name, (name,))

@@ -33,7 +33,7 @@ async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
         dimensions=body.dimensions,
         pooling=exchange.site.settings.pooling,
         truncate=truncates(exchange, body.truncates),
-        **prompt_options(exchange, body.prompt_name, task=body.task),
+        **prompt_options(exchange, facts, body.prompt_name, task=body.task),
         **left_option(body.cuts_left),
     )
     vectors = outcome.arrays[0]

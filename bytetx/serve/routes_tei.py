@@ -57,7 +57,7 @@ async def embed(body: EmbedRequest, exchange: Exchange) -> Response:
         dimensions=body.dimensions,
         pooling=exchange.site.settings.pooling,
         truncate=truncates(exchange, body.truncate),
-        **prompt_options(exchange, body.prompt_name, task=body.task),
+        **prompt_options(exchange, facts, body.prompt_name, task=body.task),
         **left_option(body.cuts_left),
     )
     return json_answer(exchange, outcome.arrays[0], num_characters=count_characters(body.inputs))
@@ -73,7 +73,7 @@ async def embed_all(body: EmbedAllRequest, exchange: Exchange) -> Response:
         "embed_tokens",
         body.inputs,
         truncate=truncates(exchange, body.truncate),
-        **prompt_options(exchange, body.prompt_name),
+        **prompt_options(exchange, facts, body.prompt_name),
         **left_option(body.cuts_left),
     )
     vectors, bounds = outcome.arrays[0], outcome.arrays[1].tolist()
@@ -91,7 +91,7 @@ async def embed_sparse(body: EmbedSparseRequest, exchange: Exchange) -> Response
         "embed_sparse",
         body.inputs,
         truncate=truncates(exchange, body.truncate),
-        **prompt_options(exchange, body.prompt_name, task=body.task),
+        **prompt_options(exchange, facts, body.prompt_name, task=body.task),
         **left_option(body.cuts_left),
     )
     content = _sparse_rows(outcome)
@@ -259,6 +259,7 @@ async def similarity(body: SimilarityRequest, exchange: Exchange) -> Response:
         truncate=truncates(exchange, None if given is None else given.truncate),
         **prompt_options(
             exchange,
+            facts,
             None if given is None else given.prompt_name,
             task=None if given is None else given.task,
         ),
@@ -279,7 +280,7 @@ async def tokenize(body: TokenizeRequest, exchange: Exchange) -> Response:
         "tokenize",
         body.inputs,
         add_special_tokens=body.add_special_tokens,
-        **prompt_options(exchange, body.prompt_name),
+        **prompt_options(exchange, facts, body.prompt_name),
     )
     return json_answer(exchange, _few_or_lazy(_token_rows(outcome), len(outcome.arrays[0])))
 
@@ -421,19 +422,23 @@ def normalize_option(facts: ModelFacts, given: bool | None) -> bool | None:
 
 def prompt_options(
     exchange: Exchange,
+    facts: ModelFacts,
     prompt_name: str | None,
     *,
     task: str | Sequence[str | None] | None = None,
 ) -> dict[str, Any]:
-    """Options of Model.embed; the server's default where the request names no prompt or task."""
-    settings = exchange.site.settings
+    """Options of Model.embed; the server's default where the request names no prompt or task.
+
+    A default name counts for the models that have such a prompt.
+    """
+    settings, default = exchange.site.settings, exchange.site.settings.default_prompt_name
     options: dict[str, Any] = {} if task is None else {"task": task}
     if prompt_name is not None:
         options["prompt_name"] = prompt_name
     elif task is None and settings.default_prompt is not None:
         options["prompt"] = settings.default_prompt
-    elif task is None and settings.default_prompt_name is not None:
-        options["prompt_name"] = settings.default_prompt_name
+    elif task is None and default in facts.info["prompts"]:
+        options["prompt_name"] = default
     return options
 
 

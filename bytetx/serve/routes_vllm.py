@@ -76,7 +76,7 @@ async def _similarities(
         pairs=[[places[text] for text in side] for side in zip(*pairs, strict=True)],
         pooling=exchange.site.settings.pooling,
         truncate=truncates(exchange, body.truncates),
-        **prompt_options(exchange, None),
+        **prompt_options(exchange, facts, None),
         **left_option(body.cuts_left),
     )
     return list(outcome.rows)
@@ -170,7 +170,7 @@ async def pooling(body: PoolRequest, exchange: Exchange) -> Response:
     check_batch(exchange, body.input, field="input")
     options = {
         "truncate": truncates(exchange, body.truncates),
-        **prompt_options(exchange, None),
+        **prompt_options(exchange, facts, None),
         **left_option(body.cuts_left),
     }
     if task == "embed":

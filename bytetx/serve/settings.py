@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bytetx.arguments import check_adapter_name, check_draft_size
+from bytetx.arguments import check_adapter_name, check_draft_size, check_kv_cache_dtype
 from bytetx.checkpoint.names import name_of
 from bytetx.errors import OptionError, shown
 
@@ -109,6 +109,7 @@ class ServeSettings:
         if self.pooling in _TEI_POOLING:
             object.__setattr__(self, "pooling", _TEI_POOLING[self.pooling])
         check_draft_size(self.num_speculative_tokens)
+        check_kv_cache_dtype(self.kv_cache_dtype)
         served = [*names, *(f"{model}:{name}" for model, name, _ in self._adapters())]
         twice = next((name for name in served if served.count(name) > 1), None)
         if twice is not None:
