@@ -20,7 +20,7 @@ def serve(models: dict[str, Path], **options: object) -> InProcess:
     return InProcess(settings, load_models(settings))
 
 
-@pytest.mark.feature("Generation", "KV cache in FP8")
+@pytest.mark.feature("Server", "options of one kind of model beside others")
 def test_an_embedder_is_served_beside_a_cache_in_fp8(checkpoints: dict[str, Path]) -> None:
     models = {name: checkpoints[name] for name in ("embedder", "writer", "classifier")}
     server = serve(models, kv_cache_dtype="fp8")
