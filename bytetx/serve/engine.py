@@ -30,6 +30,7 @@ from bytetx.requests.prompts import ChatPrompt, Prompt
 from bytetx.sampling_params import SamplingParams
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.errors import ServeError, as_serve_error
+from bytetx.serve.pair_scores import late_pair_scores, pair_scores
 from bytetx.serve.settings import ModelSource
 from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
 from bytetx.tasks.catalog import declared_task, declared_tasks
@@ -39,12 +40,10 @@ from bytetx.tasks.generation_stream import PromptGroup
 from bytetx.tasks.rerank import reranks_by_prompts, why_no_score
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.run import forward
-from bytetx.tasks.search import similarity as similarity_of
 from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 
 logger = logging.getLogger("bytetx.serve")
 
-_PAIR_BLOCK = 32  # pairs whose scores are read off those of all their texts with each other
 # What a model's tasks with adapters change, and what reads texts alone.
 _WITH_TASKS = ("embed", "embed_sparse", "tokenize")
 
@@ -333,13 +332,7 @@ def _embed_outcome(result: Embeddings, num_cut: int = 0) -> Outcome:
 async def _embed_tokens(served: ServedModel, call: Call) -> Outcome:
     """arrays: f32 [total_vectors, dimensions], int64 [num_texts + 1], where each text starts"""
     if served.facts.gives_token_vectors:
-        options = dict(call.options)
-        if options.pop("left", False) and options.get("truncate"):
-            raise ServeError(
-                "validation",
-                "truncation_direction Left is not for models of late interaction, whose markers "
-                "stand at the beginning; shorten the text or set truncation_direction to Right",
-            )
+        options = _late_options(call)
         name = options.get("prompt_name")
         options["task"] = name if name in ("query", "document") else "document"
         tokens = await served.model.embed_tokens(call.inputs, **options)
@@ -355,6 +348,18 @@ async def _embed_tokens(served: ServedModel, call: Call) -> Outcome:
     return Outcome(_timings(states.stats, num_cut), arrays=(vectors, cu_seqlens))
 
 
+def _late_options(call: Call) -> dict[str, Any]:
+    """Options of Model.embed_tokens for a model of late interaction."""
+    options = dict(call.options)
+    if options.pop("left", False) and options.get("truncate"):
+        raise ServeError(
+            "validation",
+            "truncation_direction Left is not for models of late interaction, whose markers "
+            "stand at the beginning; shorten the text or set truncation_direction to Right",
+        )
+    return options
+
+
 async def _embed_sparse(served: ServedModel, call: Call) -> Outcome:
     """arrays: int32 [nnz] token ids, f32 [nnz] weights, int64 [num_texts + 1]"""
     options, inputs, num_cut = await _prepared(served, call)
@@ -364,11 +369,13 @@ async def _embed_sparse(served: ServedModel, call: Call) -> Outcome:
 
 
 async def _classify(served: ServedModel, call: Call) -> Outcome:
-    """rows: for each text [(label, score), ...], best first"""
+    """rows: for each text [(label, score, the number of its class), ...], best first"""
     options, inputs, num_cut = await _prepared(served, call)
     model = await _pair_model(served, call, has_pairs=any(map(_is_pair, inputs)))
     result = await model.classify(inputs, **options)
-    rows = [[(label.label, float(label.score)) for label in labels] for labels in result]
+    rows = [
+        [(label.label, float(label.score), label.index) for label in labels] for labels in result
+    ]
     return Outcome(_timings(result.stats, num_cut), rows)
 
 
@@ -421,20 +428,48 @@ async def _fill_schema(served: ServedModel, call: Call) -> Outcome:
 async def _similarity(served: ServedModel, call: Call) -> Outcome:
     """rows: [score, ...] of the second and later inputs against the first, or of the `pairs` that
     the call names: the places of their texts, [firsts, seconds]"""
-    options, inputs, num_cut = await _prepared(served, call)
-    pairs = options.pop("pairs", None)
-    result = await served.model.embed(inputs, **options)
-    vectors, function = result.vectors, served.model.model.similarity_function
-    if pairs is None:
-        scores = similarity_of(vectors[:1], vectors[1:], function=function)[0]
+    count, options = len(call.inputs), dict(call.options)
+    pairs = options.pop("pairs", None) or [[0] * (count - 1), list(range(1, count))]
+    call = replace(call, options=options)
+    if served.facts.gives_token_vectors:
+        timings, scores = await _late_similarity(served, call, pairs)
     else:
-        firsts, seconds = (vectors[places] for places in pairs)
-        starts = range(0, len(firsts), _PAIR_BLOCK)
-        blocks = ((firsts[i : i + _PAIR_BLOCK], seconds[i : i + _PAIR_BLOCK]) for i in starts)
-        scores = torch.cat([similarity_of(*one, function=function).diagonal() for one in blocks])
+        options, inputs, num_cut = await _prepared(served, call)
+        result = await served.model.embed(inputs, **options)
+        timings, vectors = _timings(result.stats, num_cut), result.vectors
+        scores = pair_scores(vectors, pairs, served.model.model.similarity_function)
     if not scores.isfinite().all():  # a product of large numbers
         raise NotFiniteError("a score is not finite: the vectors of these texts are too large")
-    return Outcome(_timings(result.stats, num_cut), scores.tolist())
+    return Outcome(timings, scores.tolist())
+
+
+async def _late_similarity(
+    served: ServedModel, call: Call, pairs: Sequence[Sequence[int]]
+) -> tuple[Timings, torch.Tensor]:
+    """The scores of the vectors of tokens: the first text of each pair is read as a query."""
+    if call.options.get("task") is not None:
+        raise ServeError(
+            "validation",
+            "parameters.task is not for models of late interaction, which read the source as a "
+            "query and the sentences as documents; leave it out",
+            param="parameters",
+        )
+    queries, first = await _late_vectors(served, call, pairs[0], "query")
+    documents, second = await _late_vectors(served, call, pairs[1], "document")
+    function = served.model.model.similarity_function
+    scores = await asyncio.to_thread(late_pair_scores, queries, documents, pairs, function)
+    return first.added(second), scores
+
+
+async def _late_vectors(
+    served: ServedModel, call: Call, places: Sequence[int], task: str
+) -> tuple[dict[int, np.ndarray], Timings]:
+    """The vectors of the tokens of the inputs at these places, each read once."""
+    options = {name: own for name, own in _late_options(call).items() if name != "pooling"}
+    own = list(dict.fromkeys(places))
+    texts = [call.inputs[place] for place in own]
+    found = await served.model.embed_tokens(texts, **options | {"task": task})
+    return dict(zip(own, found, strict=True)), _timings(found.stats)
 
 
 async def _tokenize(served: ServedModel, call: Call) -> Outcome:

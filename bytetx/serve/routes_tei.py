@@ -134,7 +134,7 @@ async def _predict(body: PredictRequest, exchange: Exchange, *, is_nested: bool)
         truncate=truncates(exchange, body.truncate),
         **left_option(body.cuts_left),
     )
-    rows = [[{"score": score, "label": label} for label, score in row] for row in outcome.rows]
+    rows = [[{"score": score, "label": label} for label, score, _ in row] for row in outcome.rows]
     content = rows if is_nested else rows[0]
     return json_answer(exchange, content, num_characters=count_characters(body.inputs))
 

@@ -32,7 +32,7 @@ _MAX_CALLS = 256  # that a request has in the queue, which leaves room for other
 
 async def score(body: ScoreRequest, exchange: Exchange) -> Response:
     """How well texts fit each other: a reranker's score of each pair, else the similarity of the
-    vectors.
+    vectors; of a model of late interaction MaxSim, with text_1 as the query.
 
     text_1: one text for all of text_2, or one for each.
     """
@@ -123,11 +123,10 @@ async def classify(body: ClassifyRequest, exchange: Exchange) -> Response:
     """
     facts = exchange.site.find_model(exchange.model_name or body.model)
     outcome = await _classified(body, facts, exchange)
-    labels = facts.info["labels"]
     data = []
     for index, row in enumerate(outcome.rows):
-        label, _ = row[0]
-        probs = _in_order(row, labels)
+        label, *_ = row[0]
+        probs = _in_order(row)
         one = {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
         data.append(one)
     return _answer(exchange, facts, data, count_characters(body.input))
@@ -149,10 +148,9 @@ async def _classified(
     )
 
 
-def _in_order(row: Sequence[tuple[str, float]], labels: Sequence[str]) -> list[float]:
-    """A text's scores by label, best first, in the order of the labels."""
-    places = {label: place for place, label in enumerate(labels)}
-    return [value for _, value in sorted(row, key=lambda one: places.get(one[0], len(places)))]
+def _in_order(row: Sequence[tuple[str, float, int]]) -> list[float]:
+    """A text's scores, best first, by the numbers of their classes."""
+    return [value for _, value, _ in sorted(row, key=lambda one: one[2])]
 
 
 async def pooling(body: PoolRequest, exchange: Exchange) -> Response:
@@ -162,7 +160,7 @@ async def pooling(body: PoolRequest, exchange: Exchange) -> Response:
     _check_options(body, task)
     if task == "classify":
         outcome = await _classified(body, facts, exchange)
-        rows: Any = [_in_order(row, facts.info["labels"]) for row in outcome.rows]
+        rows: Any = [_in_order(row) for row in outcome.rows]
         if body.encoding_format == "base64":
             rows = as_type(np.array(rows, dtype=np.float32), "base64")
         return _answer(exchange, facts, _pooled(rows), count_characters(body.input))

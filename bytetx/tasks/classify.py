@@ -117,7 +117,7 @@ class ClassifyTask:
 
     def best(self, scores: np.ndarray) -> list[Label]:
         order = np.argsort(-scores, kind="stable")[: self.top_k]
-        return [Label(self.labels[i], float(scores[i])) for i in order]
+        return [Label(self.labels[i], float(scores[i]), i) for i in order.tolist()]
 
 
 @dataclass(frozen=True, slots=True)

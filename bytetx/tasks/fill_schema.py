@@ -96,7 +96,7 @@ def _labels(one: Classification, logits: np.ndarray) -> list[Label]:
     if one.multi_label:
         above = [place for place in order if chances[place] >= np.float32(one.threshold)]
         chosen = (above or chosen)[: one.top_k]
-    return [Label(one.labels[place].name, float(chances[place])) for place in chosen]
+    return [Label(one.labels[place].name, float(chances[place]), place) for place in chosen]
 
 
 def _values(

@@ -19,10 +19,15 @@ _MAX_EXPONENT = 709.0
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One class of a text and its score (a probability, or a logit with raw_scores)."""
+    """One class of a text and its score (a probability, or a logit with raw_scores).
+
+    index: the number of the class, in the order of the checkpoint or of the schema: two classes may
+    have one name.
+    """
 
     label: str
     score: float
+    index: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import save_checkpoint
+from checkpoints import edit_json, save_checkpoint
 from cohere import Client, ClientV2
 from cohere.core.api_error import ApiError
 from cohere.types import EmbedInput, TextEmbedContent
 from jina_adapters import save_with_adapters
+from multi_vectors import save_multi_vector
+from sentence_transformers import MultiVectorEncoder
 from serving import InProcess, Server
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from bytetx.serve import routes_cohere, routes_vllm
 from bytetx.serve.loading import load_models
 from bytetx.serve.settings import ServeSettings, model_sources
 from bytetx.serve.vector_types import VectorType, as_type
+from bytetx.tasks.classify import softmax
 
 TEXTS = ["The quick brown fox", "jumps over the lazy dog", "a"]
 
@@ -283,3 +287,51 @@ def test_a_model_of_a_task_keeps_its_prompt(tmp_path: Path) -> None:
         body = {"texts": TEXTS, "model": f"jina:{name}", "input_type": kind}
         found = one.post("/v1/embed", body).json()["embeddings"]
         np.testing.assert_allclose(found, right, atol=1e-5)
+
+
+def test_late_interaction_scores(tmp_path: Path) -> None:
+    """/score and /similarity of a ColBERT model are MaxSim, with its queries and documents."""
+    folder = save_multi_vector(tmp_path, query_length=15, document_length=20)
+    settings = ServeSettings(model_sources([f"late={folder}"]), device="cpu")
+    one = InProcess(settings, load_models(settings))
+    theirs = MultiVectorEncoder(str(folder), device="cpu")
+    queries, documents = ["a big town", "dog", "a big town"], ["New York is big.", "dog", "a"]
+    right = theirs.similarity(theirs.encode_query(queries), theirs.encode_document(documents))
+    body = {"text_1": queries[0], "text_2": documents}
+    answer = one.post("/score", body).json()
+    assert [row["score"] for row in answer["data"]] == pytest.approx(right[0].tolist(), abs=1e-4)
+    model = one.model("late")
+    num_tokens = model.embed_tokens(queries[:1], task="query").stats.num_tokens
+    num_tokens += model.embed_tokens(documents).stats.num_tokens
+    assert answer["usage"]["prompt_tokens"] == num_tokens
+    for pairs in (queries, queries[::-1]):
+        data = one.post("/score", {"text_1": pairs, "text_2": documents}).json()["data"]
+        rows = [queries.index(query) for query in pairs]
+        wanted = [float(right[row, column]) for column, row in enumerate(rows)]
+        assert [row["score"] for row in data] == pytest.approx(wanted, abs=1e-4)
+    given = {"source_sentence": queries[1], "sentences": documents}
+    scores = one.post("/similarity", {"inputs": given}).json()
+    assert scores == pytest.approx(right[1].tolist(), abs=1e-4)
+    for wrong in ({"task": "a"}, {"truncation_direction": "Left", "truncate": True}):
+        answer = one.post("/similarity", {"inputs": given, "parameters": wrong})
+        assert answer.status_code == 422 and "late interaction" in answer.text
+
+
+def test_classes_of_one_name(tmp_path: Path) -> None:
+    """The probabilities stay in the order of the classes, whichever is the best one."""
+    folder = save_checkpoint(tmp_path, head="ForSequenceClassification", num_labels=3)
+    edit_json(folder / "config.json", id2label={"0": "a", "1": "b", "2": "a"})
+    settings = ServeSettings(model_sources([f"twins={folder}"]), device="cpu")
+    one = InProcess(settings, load_models(settings))
+    rows = [
+        sorted(row, key=lambda label: label.index) for row in one.model("twins").classify(TEXTS)
+    ]
+    right = [[label.score for label in row] for row in rows]
+    assert [label.label for label in rows[0]] == ["a", "b", "a"]
+    data = one.post("/classify", {"input": TEXTS}).json()["data"]
+    np.testing.assert_allclose([row["probs"] for row in data], right, atol=1e-6)
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
+    logits = theirs(**batch).logits.detach().numpy()
+    np.testing.assert_allclose(right, softmax(logits), atol=1e-5)

@@ -1,7 +1,6 @@
 """embed_tokens against sentence-transformers' MultiVectorEncoder, in each layout that it reads."""
 
 import json
-import string
 from pathlib import Path
 
 import numpy as np
@@ -11,20 +10,18 @@ import torch
 from checkpoints import (
     SENTENCES,
     edit_json,
-    save_causal,
     save_checkpoint,
     save_sentence_model,
     texts,
 )
 from cli_runs import Bytetx
+from multi_vectors import save_multi_vector
 from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
-from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.base.modules import Normalize
 from sentence_transformers.sentence_transformer.modules import Pooling
 from sentence_transformers.util import quantize_embeddings
 from tiny import one_thread, randomize  # noqa: F401  (autouse)
-from tiny_decoders import DECODERS
 from torch import nn
 
 import bytetx
@@ -34,27 +31,6 @@ from bytetx.tasks.vectors import TokenEmbeddings
 INPUTS = SENTENCES + texts(20, max_words=5)
 TOO_LONG = "word " * 100
 FIXED = {"strategy": "fixed", "attend": False, "length": 24}
-
-
-def save_multi_vector(
-    folder: Path, family: str = "bert", *, skips: object = "document", **options: object
-) -> Path:
-    """A random MultiVectorEncoder, saved. options: of its Transformer module."""
-    save_base = save_causal if family in DECODERS else save_checkpoint
-    base = save_base(folder / "base", family)
-    dense = Dense(48, 20, activation_function=nn.Identity(), module_input_name="token_embeddings")
-    randomize(dense)
-    modules = [
-        Transformer(str(base), **options),
-        dense,
-        MultiVectorMask(skiplist_words=list(string.punctuation), skiplist_tasks=skips),
-        Normalize(module_input_name="token_embeddings"),
-    ]
-    prompts = {"query": "the query: ", "document": "not "}
-    MultiVectorEncoder(modules=modules, device="cpu", prompts=prompts).save_pretrained(
-        str(folder / "model")
-    )
-    return folder / "model"
 
 
 def assert_same(got: TokenEmbeddings, wanted: list[np.ndarray], *, atol: float = 1e-4) -> None:
