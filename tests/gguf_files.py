@@ -133,12 +133,19 @@ def in_gguf_layout(
     return tensor
 
 
+# Scales by which random codes give weights near 0.05; K formats multiply them by codes again.
+SCALES = {"Q2_K": 3e-3, "Q3_K": 1e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 6e-5, "Q8_0": 7e-4}
+SCALES |= {"Q5_0": 5e-3, "Q5_1": 5e-3}
+
+
 def blocks_of(name: str, n: int, k: int) -> np.ndarray:
-    """Rows of random codes with scales near 0.01, uint8 [n, bytes of a row]."""
+    """Rows of random codes for weights near 0.05, uint8 [n, bytes of a row]."""
     numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     rng = np.random.default_rng(n)
     blocks = rng.integers(0, 256, (n, k // numbers, size), dtype=np.uint8)
-    scales = rng.uniform(0.005, 0.02, (n, k // numbers, 2)).astype(np.float16).view(np.uint8)
+    scale = SCALES.get(name, 0.01)
+    scales = rng.uniform(scale / 2, 2 * scale, (n, k // numbers, 2))
+    scales = scales.astype(np.float16).view(np.uint8)
     first = {"Q6_K": 208, "Q3_K": 108, "Q2_K": 80}.get(name, 0)
     count = 4 if name in ("Q4_1", "Q4_K", "Q5_1", "Q5_K", "Q2_K") else 2
     blocks[..., first : first + count] = scales[..., :count]

@@ -72,6 +72,13 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _end_generator_capture(device: torch.device) -> None:
+    """torch's generator stays in a capture that became invalid, and gives no more numbers."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
 class GraphCache:
     """The graphs of one device and stream. Not thread-safe: the owner has a lock."""
 
@@ -188,9 +195,13 @@ class GraphCache:
         with OnStream(self._stream), _no_garbage_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                yield
-            finally:
-                graph.capture_end()
+                try:
+                    yield
+                finally:
+                    graph.capture_end()
+            except BaseException:
+                _end_generator_capture(self._device)
+                raise
 
     def _evict(self) -> None:
         output_bytes = sum(captured.output_bytes for captured in self._graphs.values())

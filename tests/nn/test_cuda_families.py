@@ -85,7 +85,8 @@ def test_as_close_to_float64_as_transformers(
         position_offset=spec.position_offset,
         device="cuda",
     )
-    assert torch.allclose(ours.forward(alone), rows[3], atol=float(noise.max()) * 4)
+    near = max(4 * noise.max(), 2 * their_error.abs().max())  # products sum in another order
+    assert torch.allclose(ours.forward(alone), rows[3], atol=float(near))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
