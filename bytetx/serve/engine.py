@@ -45,7 +45,7 @@ from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 logger = logging.getLogger("bytetx.serve")
 
 # What a model's tasks with adapters change, and what reads texts alone.
-_WITH_TASKS = ("embed", "embed_sparse", "tokenize")
+_WITH_TASKS = ("embed", "embed_sparse", "embed_tokens", "tokenize")
 
 
 def model_facts(source: ModelSource, model: Model) -> ModelFacts:
@@ -338,10 +338,7 @@ async def _embed_tokens(served: ServedModel, call: Call) -> Outcome:
         tokens = await served.model.embed_tokens(call.inputs, **options)
         return Outcome(_timings(tokens.stats), arrays=(tokens.vectors, tokens.cu_seqlens))
     options, inputs, num_cut = await _prepared(served, call)
-    prompt = _prompt_text(served, options)
-    if prompt:
-        inputs = [prompt + text if isinstance(text, str) else text for text in inputs]
-    states = await served.model.hidden_states(inputs, truncate=options["truncate"])
+    states = await served.model.hidden_states(inputs, **options)
     vectors = await asyncio.to_thread(np.concatenate, [state[0] for state in states])
     cu_seqlens = np.zeros(len(states) + 1, dtype=np.int64)
     np.cumsum([state.shape[1] for state in states], out=cu_seqlens[1:])

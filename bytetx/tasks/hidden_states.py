@@ -9,16 +9,17 @@ import torch
 
 from bytetx.arguments import chosen_layers
 from bytetx.encode.step import Step, are_finite
+from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import largest
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.results import Results
-from bytetx.tasks.task import TextOptions, Texts, option, task
+from bytetx.tasks.task import PromptOptions, TextOptions, Texts, option, task
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatesOptions(TextOptions):
+class StatesOptions(PromptOptions, TextOptions):
     """Options of hidden_states."""
 
     layers: Sequence[int] = option(
@@ -30,9 +31,19 @@ class StatesOptions(TextOptions):
 def hidden_states(
     context: TaskContext, texts: Texts, options: StatesOptions
 ) -> TaskCall[Results[np.ndarray]]:
-    """The hidden states of each text: f32 [len(layers), num_tokens, hidden_size]."""
+    """The hidden states of each text: f32 [len(layers), num_tokens, hidden_size].
+
+    Texts have the task's adapter and the prompts that embed gives them.
+    Raises InputError for a route that looks up weights of tokens, without layers.
+    """
+    if context.checkpoint.static_weights is not None:
+        raise InputError(
+            "this route has weights of tokens and no hidden states; name the task of another route"
+        )
     job = HiddenStatesTask(chosen_layers(options.layers, num_states=context.spec.num_layers + 1))
-    return TaskCall("hidden_states", texts, job, context.reader(options), list_sink)
+    reader = context.reader(options)
+    context.set_prompts(reader, options)
+    return TaskCall("hidden_states", texts, job, reader, list_sink)
 
 
 @dataclass(frozen=True, slots=True)

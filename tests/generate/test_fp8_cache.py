@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_causal, save_checkpoint
+from decisions import REQUESTS, save_decider
 from tiny import one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 from torch import Tensor
@@ -67,6 +68,19 @@ def test_tokens_are_those_of_rounded_keys_and_values(
     found = tight.generate(prompts, GREEDY, kv_cache_tokens=80)
     assert [answer.token_ids for answer in found] == wanted
     assert tight.engines.idle[0].engine._scheduler.num_preempted
+
+
+def test_decisions_and_scores_are_those_of_the_models_dtype(tmp_path: Path) -> None:
+    """One pass keeps no page: what its prefix cache keeps has the model's dtype, beside an engine
+    whose pages hold codes."""
+    folder = save_decider(tmp_path)
+    exact, model = bytetx.load(folder, device="cpu"), fp8_model(folder)
+    prompts = ["the quick brown fox " * 5 + end for end in ("jumps", "sleeps")]
+    for _ in range(2):  # with the prefixes of the first time, and after pages were written
+        assert list(model.decide(REQUESTS)) == list(exact.decide(REQUESTS))
+        found, wanted = ([s.log_likelihood for s in m.score(prompts)] for m in (model, exact))
+        assert found == wanted
+        model.generate(prompts, GREEDY)
 
 
 def test_samples_of_a_prompt_share_its_pages(tmp_path: Path) -> None:

@@ -264,6 +264,10 @@ def test_tasks_of_a_checkpoint(tmp_path: Path) -> None:
                     "/embed", body | {"truncate": True, "truncation_direction": "Left"}
                 )
                 np.testing.assert_allclose(found.json(), right[task], atol=1e-5)
+            states = model.hidden_states(texts, task=task)
+            found = one.post("/embed_all", {"inputs": texts, "model": f"jina:{task}"}).json()
+            for vectors, own in zip(found, states, strict=True):
+                np.testing.assert_allclose(vectors, own[0], atol=1e-5)
         mixed = [TASKS[0], None, *["separation"] * (len(texts) - 2)]
         wanted = [right[task][row] for row, task in enumerate(mixed)]
         found = one.post("/embed", {"inputs": texts, "task": mixed}).json()

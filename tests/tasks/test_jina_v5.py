@@ -126,6 +126,25 @@ def test_tasks_of_single_texts_share_a_step(saved: tuple[Path, dict[str, np.ndar
         np.testing.assert_allclose(mixed[row], alone, atol=1e-5)
 
 
+def test_hidden_states_of_each_task(saved: tuple[Path, dict[str, np.ndarray]]) -> None:
+    """Those whose last row, of length 1, is the text's vector."""
+    folder, wanted = saved
+    model, names = bytetx.load(folder), list(wanted)
+    tasks = [names[row % len(names)] for row in range(len(INPUTS))]
+
+    def last(given: object, **options: object) -> np.ndarray:
+        rows = np.stack([states[-1, -1] for states in model.hidden_states(given, **options)])
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+    for task in names:
+        np.testing.assert_allclose(last(INPUTS, task=task), wanted[task], atol=TOLERANCE)
+    right = np.stack([wanted[task][row] for row, task in enumerate(tasks)])
+    np.testing.assert_allclose(last(INPUTS, task=tasks), right, atol=TOLERANCE)
+    for wrong in (None, "separation"):
+        with pytest.raises(OptionError, match="task must be one of 'retrieval'"):
+            model.hidden_states(INPUTS, task=wrong)
+
+
 def test_texts_beyond_the_models_positions(saved: tuple[Path, dict[str, np.ndarray]]) -> None:
     model = bytetx.load(saved[0])
     with pytest.raises(bytetx.TooLongError):

@@ -58,6 +58,9 @@ def test_static_queries_and_splade_documents(tmp_path: Path) -> None:
     )
     wanted = stock.similarity(stock.encode_query(INPUTS), stock.encode_document(INPUTS))
     np.testing.assert_allclose(scores, wanted, atol=1e-3)
+    with pytest.raises(InputError, match="name the task of another route"):
+        model.hidden_states(INPUTS, task="query")
+    assert model.hidden_states(INPUTS[:1], task="document")[0].ndim == 3
     with pytest.raises(InputError, match="use embed_sparse"):
         model.embed(INPUTS, task="query")
     with pytest.raises(InputError, match="use embed_sparse"):
