@@ -30,6 +30,7 @@ from bytetx.requests.prompts import ChatPrompt, Prompt
 from bytetx.sampling_params import SamplingParams
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.errors import ServeError, as_serve_error
+from bytetx.serve.left_truncation import LeftTruncation
 from bytetx.serve.pair_scores import late_pair_scores, pair_scores
 from bytetx.serve.settings import ModelSource
 from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
@@ -112,7 +113,7 @@ class ServedModel:
 
     facts: ModelFacts
     model: AsyncModel
-    left: "LeftTruncation"
+    left: LeftTruncation
     texts: TokenTexts
 
 
@@ -277,36 +278,6 @@ def _without_folder(message: str, served: ServedModel) -> str:
     return message.replace(folder, served.facts.name) if "/" in folder else message
 
 
-class LeftTruncation:
-    """Token ids of texts that lose their beginning where they are too long."""
-
-    def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
-
-    def encode(self, texts: Sequence[Any], *, prompt: str) -> tuple[list[Any], int]:
-        """(token ids of each str that is too long, all else as it is; how many were cut)."""
-        if self._tokenizer is None:
-            return list(texts), 0
-        places = [i for i, text in enumerate(texts) if isinstance(text, str)]
-        given = [prompt + texts[i] for i in places]
-        # Lengths of all, and then the ends of long ones: what is cut off comes as objects of the
-        # library, and for a million tokens these would hold up every other thread.
-        whole = self._tokenizer.untruncated().encode(given)
-        limit = self._tokenizer.max_tokens
-        too_long = [place for place, one in enumerate(whole) if len(one) > limit]
-        result = list(texts)
-        if too_long:
-            ends = self._tokenizer.limited(limit, direction="left")
-            for place, encoding in zip(
-                too_long, ends.encode([given[place] for place in too_long]), strict=True
-            ):
-                result[places[place]] = encoding.ids
-        num_tokens = sum(map(len, whole))
-        del whole
-        release_heap_after(num_tokens)
-        return result, len(too_long)
-
-
 async def _embed(served: ServedModel, call: Call) -> Outcome:
     """arrays: f32 [num_texts, dimensions]"""
     options, inputs, num_cut = await _prepared(served, call)
@@ -316,7 +287,8 @@ async def _embed(served: ServedModel, call: Call) -> Outcome:
 def _is_groupable(call: Call) -> bool:
     """Whether a call of `embed` may wait for those that come with it."""
     has_one_task = isinstance(call.options.get("task"), str | None)
-    return has_one_task and not call.options.get("left") and is_small(call.inputs)
+    is_whole = not call.options.get("left") and call.options.get("overflow") is None
+    return has_one_task and is_whole and is_small(call.inputs)
 
 
 def _embed_soon(served: ServedModel, call: Call) -> "asyncio.Future[Embeddings]":
@@ -327,6 +299,13 @@ def _embed_soon(served: ServedModel, call: Call) -> "asyncio.Future[Embeddings]"
 
 def _embed_outcome(result: Embeddings, num_cut: int = 0) -> Outcome:
     return Outcome(_timings(result.stats, num_cut), arrays=(result.vectors,))
+
+
+async def _embed_spans(served: ServedModel, call: Call) -> Outcome:
+    """arrays: f32 [total_spans, dimensions], int64 [num_texts + 1], where each text starts"""
+    texts, spans = call.inputs
+    result = await served.model.embed_spans(texts, spans, **call.options)
+    return Outcome(_timings(result.stats), arrays=(result.vectors, result.cu_seqlens))
 
 
 async def _embed_tokens(served: ServedModel, call: Call) -> Outcome:
@@ -574,6 +553,7 @@ def _as_json(value: Any) -> Any:
 
 TASKS: Mapping[str, Callable[[ServedModel, Call], Awaitable[Outcome]]] = {
     "embed": _embed,
+    "embed_spans": _embed_spans,
     "embed_tokens": _embed_tokens,
     "embed_sparse": _embed_sparse,
     "classify": _classify,

@@ -11,7 +11,8 @@ from bytetx.errors import OptionError, shown
 from bytetx.model import load
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.serve.calls import Call, ModelFacts
-from bytetx.serve.engine import LeftTruncation, LocalBackend, ServedModel, model_facts
+from bytetx.serve.engine import LocalBackend, ServedModel, model_facts
+from bytetx.serve.left_truncation import LeftTruncation
 from bytetx.serve.settings import ModelSource, ServeSettings
 from bytetx.serve.token_logprobs import TokenTexts
 

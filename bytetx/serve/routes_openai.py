@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from starlette.responses import Response
 
 from bytetx.serve.answers import (
@@ -12,32 +13,39 @@ from bytetx.serve.answers import (
     json_answer,
     run,
 )
-from bytetx.serve.calls import ModelFacts
+from bytetx.serve.calls import ModelFacts, Outcome
+from bytetx.serve.errors import ServeError
 from bytetx.serve.gateway import Exchange
-from bytetx.serve.routes_tei import left_option, normalize_option, prompt_options, truncates
-from bytetx.serve.schemas import EmbeddingsRequest, OpenAIRerankRequest
+from bytetx.serve.routes_tei import (
+    input_options,
+    left_option,
+    normalize_option,
+    prompt_options,
+    truncates,
+)
+from bytetx.serve.schemas import OpenAIRerankRequest
+from bytetx.serve.schemas_pooling import EmbeddingsRequest
 from bytetx.serve.site import need_task
-from bytetx.serve.vector_types import as_type
+from bytetx.serve.vector_types import as_base64, as_type
 
 
 async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
     """One vector of length 1 for each input; base64 is of little-endian float32."""
     facts = find_model(exchange, body.model, "embed")
     check_batch(exchange, body.input, field="input")
-    outcome = await run(
-        exchange,
-        facts,
-        "embed",
-        body.input,
-        normalize=normalize_option(facts, True),
-        dimensions=body.dimensions,
-        pooling=exchange.site.settings.pooling,
-        truncate=truncates(exchange, body.truncates),
-        **prompt_options(exchange, facts, body.prompt_name, task=body.task),
-        **left_option(body.cuts_left),
-    )
-    vectors = outcome.arrays[0]
-    rows = as_type(vectors, body.encoding_format)
+    options = {
+        "normalize": normalize_option(facts, body.normalize),
+        "dimensions": body.dimensions,
+        "pooling": exchange.site.settings.pooling,
+        **_reading_options(body, facts, exchange),
+    }
+    if body.late_chunking or body.spans is not None:
+        outcome = await _embed_spans(body, facts, exchange, options)
+    else:
+        outcome = await run(exchange, facts, "embed", body.input, **options)
+    vectors = as_type(outcome.arrays[0], body.output_dtype)
+    is_bytes = body.encoding_format == "base64" and body.output_dtype != "base64"
+    rows = as_base64(vectors) if is_bytes else vectors
     num_tokens = outcome.timings.num_tokens
     content = {
         "object": "list",
@@ -49,6 +57,50 @@ async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
     return json_answer(exchange, content, num_characters=count_characters(body.input))
+
+
+def _reading_options(
+    body: EmbeddingsRequest, facts: ModelFacts, exchange: Exchange
+) -> dict[str, Any]:
+    """Options for the prompts of texts and for those that are too long."""
+    if body.input_type is None:
+        options = prompt_options(exchange, facts, body.prompt_name, task=body.task)
+    elif body.prompt_name is None and body.task is None:
+        options = input_options(exchange, facts, body.input_type)
+    else:
+        raise ServeError(
+            "validation", "give one of input_type, prompt_name and task", param="input_type"
+        )
+    if body.overflow is None and not body.stride:
+        is_cut = truncates(exchange, body.truncates)
+        return options | {"truncate": is_cut} | left_option(body.cuts_left)
+    if body.truncates or body.cuts_left:
+        raise ServeError(
+            "validation", "truncation and overflow exclude each other", param="overflow"
+        )
+    return options | {"overflow": body.overflow, "stride": body.stride}
+
+
+async def _embed_spans(
+    body: EmbeddingsRequest, facts: ModelFacts, exchange: Exchange, options: dict[str, Any]
+) -> Outcome:
+    """A vector for each span of the inputs, or for each input of one document."""
+    texts, spans = list(body.input), body.spans
+    name = "late_chunking" if spans is None else "spans"
+    if any(not isinstance(text, str) for text in texts):
+        raise ServeError("validation", f"{name} is for texts, not for token ids", param="input")
+    if options.get("overflow") or options.get("left"):
+        raise ServeError("validation", f"{name} reads the beginning of each text", param=name)
+    if spans is None:
+        ends = np.cumsum([len(text) + 1 for text in texts]).tolist()
+        spans = [[[end - 1 - len(text), end - 1] for text, end in zip(texts, ends, strict=True)]]
+        texts = [" ".join(texts)]
+    elif body.late_chunking:
+        raise ServeError("validation", "late_chunking and spans exclude each other", param=name)
+    check_batch(exchange, [span for of_text in spans for span in of_text], field=name)
+    # A part that is cut off would have a vector of zeros: only where the caller asks for it.
+    options |= {"truncate": bool(body.truncates), "pooling": options["pooling"] or "mean"}
+    return await run(exchange, facts, "embed_spans", [texts, spans], **options)
 
 
 async def rerank_v1(body: OpenAIRerankRequest, exchange: Exchange) -> Response:

@@ -442,5 +442,41 @@ def prompt_options(
     return options
 
 
+# The names that checkpoints have for types of inputs, of prompts and of tasks with adapters.
+_QUERY = ("query", "retrieval.query", "retrieval")
+_DOCUMENT = (
+    *("document", "passage", "corpus"),
+    *("retrieval.passage", "retrieval.document", "retrieval"),
+)
+_INPUT_TYPES = {
+    "query": _QUERY,
+    "search_query": _QUERY,
+    "document": _DOCUMENT,
+    "passage": _DOCUMENT,
+    "search_document": _DOCUMENT,
+    "clustering": ("clustering", "separation"),
+}
+
+
+def input_options(exchange: Exchange, facts: ModelFacts, name: str | None) -> dict[str, Any]:
+    """The prompt or the task of a type of inputs; of one without either, no prompt.
+
+    Where the model's name has a task, that one stays, with its prompt.
+    """
+    if name is None:
+        return prompt_options(exchange, facts, None)
+    if any(facts.name == f"{facts.parent}:{task}" for task in facts.info["embedding_tasks"]):
+        return {}
+    names = _INPUT_TYPES.get(name, (name,))
+    for option, known in (
+        ("task", facts.info["embedding_tasks"]),
+        ("prompt_name", facts.info["prompts"]),
+    ):
+        found = next((one for one in names if one in known), None)
+        if found is not None:
+            return {option: found}
+    return {"prompt": ""}
+
+
 def left_option(cuts_left: bool) -> dict[str, bool]:
     return {"left": True} if cuts_left else {}

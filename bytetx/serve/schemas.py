@@ -586,34 +586,6 @@ class VertexRequest(Request):
     instances: list[dict[str, Any]]
 
 
-class EmbeddingsRequest(TruncatingRequest):
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_special_tokens": (True,),
-        "embed_dtype": ("float32",),
-        "embedding_type": ("float", ["float"]),
-        "endianness": ("little", "native"),
-        "input_type": (),
-        "late_chunking": (False,),
-        "messages": (),
-        "modality": ("text",),
-        "normalize": (True,),
-        "normalized": (True,),
-        "output_dimension": (),
-        "output_dtype": ("float",),
-        "pooling": (),
-        "priority": (0,),
-        "return_multivector": (False,),
-        "use_activation": (True,),
-    }
-    input: Texts
-    model: str | None = None
-    encoding_format: OrNull[Literal["float", "base64"]] = "float"
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    user: str | None = None
-    prompt_name: str | None = Field(None, description="Not OpenAI's: a prompt of the checkpoint.")
-    task: TaskName | None = Field(None, description="Not OpenAI's: as of Model.embed.")
-
-
 class OpenAIRerankRequest(TruncatingRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "max_chunks_per_doc": (),

@@ -9,6 +9,12 @@ VectorType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 _LARGEST = 127.0  # the most of int8
 
 
+def as_base64(vectors: np.ndarray) -> list[str]:
+    """The bytes of each vector; floats are little-endian float32."""
+    rows = vectors.astype("<f4", copy=False) if vectors.dtype.kind == "f" else vectors
+    return [base64.b64encode(row).decode() for row in rows]
+
+
 def as_type(vectors: np.ndarray, kind: VectorType) -> Any:
     """f32 vectors [n, size] in one of the types that Cohere names.
 
@@ -19,7 +25,7 @@ def as_type(vectors: np.ndarray, kind: VectorType) -> Any:
     if kind == "float":
         return vectors
     if kind == "base64":
-        return [base64.b64encode(row).decode() for row in vectors.astype("<f4", copy=False)]
+        return as_base64(vectors)
     if kind in ("binary", "ubinary"):
         packed = np.packbits(vectors > 0, axis=1)
         return packed if kind == "ubinary" else (packed ^ 128).view(np.int8)

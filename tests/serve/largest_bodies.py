@@ -116,6 +116,9 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
     "/embeddings": _one_and_many("input", model="embedder"),
     "/v1/embeddings": lambda text: [
         *_one_and_many("input", model="embedder")(text),
+        *_one_and_many("input", model="embedder", overflow="chunk")(text),
+        *_one_and_many("input", model="embedder", late_chunking=True, truncate=True)(text),
+        {"input": "a", "model": "embedder", "spans": [[[0, 1]] * (len(text) // 6)]},
         {"input": "a", "model": "embedder"} | {f"{i:x}": 1 for i in range(len(text) // 11)},
     ],
     "/v1/rerank": _pairs("documents", model="reranker"),
