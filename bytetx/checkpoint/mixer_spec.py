@@ -15,6 +15,7 @@ CONVOLUTIONS = ("conv",)
 # What layer_types calls the layers of each kind.
 LAYER_TYPES = {"short_conv": "conv", "delta_net": "linear_attention"}
 _ATTENTION = "full_attention"
+_CHUNK = 64  # tokens, as of ops.delta_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,15 @@ class MixerSpec:
     def mixed_features(self, hidden_size: int) -> int:
         """Inputs of the last linear layer."""
         return hidden_size if self.delta is None else self.delta.v_features
+
+    def held_features(self, hidden_size: int) -> int:
+        """Features a token between the two linear layers, of what is held at once beside them."""
+        own = self.delta
+        if own is None:
+            return 0
+        # The convolution's rows; what each chunk writes, reads and attends to; and the result.
+        of_head = 2 * own.v_dim + own.k_dim + _CHUNK
+        return self.conv_features(hidden_size) + own.num_v_heads * of_head
 
     def conv_features(self, hidden_size: int) -> int:
         """Features that the convolution reads."""

@@ -235,7 +235,7 @@ class ModelSpec:
         attended = self.num_heads * max(own.head_dim for own in sizes)
         if (mixer := self.layer_spec.mixer) is not None:
             qkv = max(qkv, mixer.in_features(hidden))
-            attended = max(attended, mixer.mixed_features(hidden))
+            attended = max(attended, mixer.mixed_features(hidden) + mixer.held_features(hidden))
         match self.layer_spec.norm_placement:
             case "post":
                 before, half, behind = hidden, 0, 2 * hidden

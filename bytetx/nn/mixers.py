@@ -5,14 +5,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bytetx.checkpoint.mixer_spec import DeltaSpec, MixerSpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.kv_cache import LayerState
 from bytetx.nn.tensors import TensorLoader
-from bytetx.ops.delta_rule import DeltaPast, gated_delta_rule, gated_norm
+from bytetx.ops.delta_rule import (
+    DeltaGates,
+    DeltaPast,
+    gated_delta_rule,
+    gated_norm,
+    has_delta_kernel,
+)
 from bytetx.ops.short_conv import ConvPast, short_conv
 from bytetx.packed import PackedBatch
 
@@ -74,7 +79,8 @@ class DeltaNet:
 
     @property
     def is_capturable(self) -> bool:
-        return False
+        own, conv = self.spec, self.conv
+        return has_delta_kernel(conv.device, conv.dtype, own.k_dim, own.v_dim)
 
     def mix(self, projected: Tensor, batch: PackedBatch, state: LayerState | None) -> Tensor:
         own, heads = self.spec, self.spec.num_v_heads
@@ -91,9 +97,10 @@ class DeltaNet:
             q.unflatten(1, (-1, own.k_dim)),
             k.unflatten(1, (-1, own.k_dim)),
             v.unflatten(1, (-1, own.v_dim)),
-            F.softplus(decay.float() + self.decay_bias) * self.rates,
-            beta.sigmoid().float(),
-            batch.seqlens.numpy(),
+            DeltaGates(decay, beta, self.rates, self.decay_bias),
+            batch.cu_seqlens,
+            batch.seqlens,
+            max_seqlen=batch.max_seqlen,
             past=memory,
         )
         return gated_norm(out, gate, self.norm, self.eps)

@@ -7,8 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytetx.ops.check import require_tensor
+from bytetx.ops.registry import Operation
+
 CHUNK = 64
 _EPS = 1e-6
+
+# Shape class: dtype, k_dim, v_dim.
+DELTA_RULE = Operation("gated_delta_rule")
+# Shape class: dtype, width.  run(x, gate, weight, eps) on checked arguments.
+GATED_NORM = Operation("gated_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,28 +31,126 @@ class DeltaPast:
     kv_seqlens: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaGates:
+    """What the state is multiplied by, and how much of a token's value is written, by token.
+
+    The logarithms of the first are softplus(decay + decay_bias) * rates, the others
+    sigmoid(beta).
+
+    decay, beta: [total_tokens, num_v_heads] in v's dtype, rows with any stride.
+    rates, decay_bias: f32 [num_v_heads], the rates below 0.
+    """
+
+    decay: Tensor
+    beta: Tensor
+    rates: Tensor
+    decay_bias: Tensor
+
+
+def has_delta_kernel(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int) -> bool:
+    """Whether the rule launches by sizes alone there; the torch form reads lengths on the host."""
+    return DELTA_RULE.choose(device, dtype, k_dim, v_dim).name != "torch"
+
+
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    seqlens: np.ndarray,
+    gates: DeltaGates,
+    cu_seqlens: Tensor,
+    seqlens: Tensor,
     *,
+    max_seqlen: int,
     past: DeltaPast | None = None,
 ) -> Tensor:
     """o_t = S_t q_t of S_t = e^d_t S_(t-1) (I - b_t k_t k_t') + b_t v_t k_t', S_0 = 0.
 
     q, k: [total_tokens, num_k_heads, k_dim]; unit vectors are taken of both, and q is divided by
     the root of k_dim.  v: [total_tokens, num_v_heads, v_dim]; as many heads of it share one of k.
-    decay, beta: f32 [total_tokens, num_v_heads].  seqlens: int32 [batch_size], on the host.
+    Tokens have any stride, their features none.  cu_seqlens: int32 [batch_size + 1].
+    seqlens: int32 [batch_size], on the host; read where has_delta_kernel is False.
+    max_seqlen: no sequence is longer; of 1, each has one token at most.
     past: where sequences continue; its memory becomes that behind this step's tokens.
-    Returns f32 [total_tokens, num_v_heads, v_dim], zeros in rows behind the last sequence.
-    Loops over chunks, never over tokens: each chunk's triangular system is solved at once.
+    Returns [total_tokens, num_v_heads, v_dim] in v's dtype, zeros behind the last sequence.
+    Raises ValueError on shape, dtype or device mismatch.
     Source: Gated Delta Networks (arXiv 2412.06464), section 3; DeltaNet's chunks (2406.06484).
     """
+    (total_tokens, heads, v_dim), (_, k_heads, k_dim) = v.shape, k.shape
+    device, dtype = v.device, v.dtype
+    for name, x, shape in (
+        ("q", q, (total_tokens, k_heads, k_dim)),
+        ("k", k, (total_tokens, k_heads, k_dim)),
+        ("v", v, (total_tokens, heads, v_dim)),
+        ("decay", gates.decay, (total_tokens, heads)),
+        ("beta", gates.beta, (total_tokens, heads)),
+    ):
+        require_tensor(name, x, shape=shape, dtypes=(dtype,), device=device)
+        if x.stride(-1) != 1 or (x.ndim == 3 and x.stride(1) != x.shape[2]):
+            raise ValueError(f"{name} must have rows of adjacent features, got {x.stride()}")
+    if heads % k_heads:
+        raise ValueError(f"heads of v must share those of k alike, got {heads} and {k_heads}")
+    for name, x in (("rates", gates.rates), ("decay_bias", gates.decay_bias)):
+        require_tensor(name, x, shape=(heads,), dtypes=(torch.float32,), device=device)
+    require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=(torch.int32,), device=device)
+    batch_size = cu_seqlens.shape[0] - 1
+    if past is not None:
+        sizes = (None, heads, k_dim, v_dim)
+        floats, ints = (torch.float32,), (torch.int32,)
+        require_tensor("past.memory", past.memory, shape=sizes, dtypes=floats, device=device)
+        for name, x in (("slots", past.slots), ("kv_seqlens", past.kv_seqlens)):
+            require_tensor(f"past.{name}", x, shape=(batch_size,), dtypes=ints, device=device)
+    mixed: Tensor = DELTA_RULE.choose(device, dtype, k_dim, v_dim).run(
+        q, k, v, gates, cu_seqlens, seqlens, max_seqlen, past
+    )
+    return mixed
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of each head of x, times silu(gate), in gate's dtype.
+
+    x: [total_tokens, heads, width].  gate: [total_tokens, heads * width], rows with any stride.
+    weight: [width].  Statistics are in f32.  Raises ValueError on shape, dtype or device mismatch.
+    """
+    (total_tokens, heads, width), device, dtype = x.shape, x.device, x.dtype
+    require_tensor("x", x, shape=(None, None, None))
+    shape = (total_tokens, heads * width)
+    require_tensor("gate", gate, shape=shape, dtypes=(dtype,), device=device)
+    require_tensor("weight", weight, shape=(width,), dtypes=(dtype,), device=device)
+    if not x.is_contiguous() or gate.stride(1) != 1:
+        raise ValueError("x must be contiguous, and gate have rows of adjacent features")
+    normed: Tensor = GATED_NORM.choose(device, dtype, width).run(x, gate, weight, eps)
+    return normed
+
+
+@DELTA_RULE.in_torch()
+def _run_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: DeltaGates,
+    cu_seqlens: Tensor,
+    seqlens: Tensor,
+    max_seqlen: int,
+    past: DeltaPast | None,
+) -> Tensor:
+    """Loops over chunks, never over tokens: each chunk's triangular system is solved at once."""
+    decay = F.softplus(gates.decay.float() + gates.decay_bias) * gates.rates
+    return _in_chunks(q, k, v, decay, gates.beta.float().sigmoid(), seqlens.numpy(), past)
+
+
+def _in_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    seqlens: np.ndarray,
+    past: DeltaPast | None,
+) -> Tensor:
+    """decay: logarithms, as beta f32 [total_tokens, num_v_heads]."""
     total_tokens, num_heads, v_dim = v.shape
-    out = torch.zeros((total_tokens, num_heads, v_dim), device=v.device)
+    out = torch.zeros_like(v)
     longest = int(seqlens.max(initial=0))
     if longest == 0:
         return out
@@ -93,7 +199,7 @@ def gated_delta_rule(
         memory[:count] = before * kept[own] + k_t[own] @ values
     if past is not None:
         past.memory[past.slots[torch.from_numpy(order).to(v.device)]] = memory
-    out[rows] = mixed.transpose(1, 2).flatten(0, 1)[places]
+    out[rows] = mixed.transpose(1, 2).flatten(0, 1)[places].to(out.dtype)
     return out
 
 
@@ -113,11 +219,8 @@ def _memory(
     return past.memory[past.slots[at]].masked_fill_(starts[:, None, None, None], 0)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of each head of x, times silu(gate), in gate's dtype.
-
-    x: f32 [total_tokens, heads, v_dim].  gate: [total_tokens, heads * v_dim].  weight: [v_dim].
-    """
-    x = x.to(gate.dtype).float()
-    normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).to(gate.dtype) * weight
-    return (normed.flatten(1) * F.silu(gate.float())).to(gate.dtype)
+@GATED_NORM.in_torch()
+def _norm_in_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)
