@@ -137,6 +137,7 @@ _FLAGS = {
             "Address to listen on; 0.0.0.0 is all. Shells set HOSTNAME, which is not read."
         ),
         "port": _Flag("0 takes a free one.", names=("--port", "-p")),
+        "grpc_port": _Flag("TEI's gRPC on a port of its own, too; 0 takes a free one."),
         "uds_path": _Flag("A Unix socket instead of the address."),
         "api_key": _Flag(
             "A key that requests must bring; given again, any of them.", setting="api_keys"
@@ -204,6 +205,8 @@ def serve(**given: Any) -> None:
             f'serve needs the package {error.name}; install the extra: pip install "bytetx[serve]"'
         ) from error
     _check_api_key(given["api_key"])
+    if given["grpc_port"] is not None:
+        _check_grpc()
     models, names = given["model"] or (), given["served_model_name"] or ()
     sources = model_sources(models, names)
     are_named = bool(names) or any("=" in text for text in models)
@@ -232,6 +235,19 @@ def serve(**given: Any) -> None:
 
 
 serve.__signature__ = Signature(list(_parameters()))  # type: ignore[attr-defined]
+
+
+def _check_grpc() -> None:
+    try:
+        import grpc  # noqa: F401
+        import grpc_health  # noqa: F401
+        import grpc_reflection  # noqa: F401
+        import grpc_tools  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            f"--grpc-port needs the package {error.name}; install the extra: "
+            'pip install "bytetx[serve,grpc]"'
+        ) from error
 
 
 def _check_api_key(given: list[str] | None) -> None:

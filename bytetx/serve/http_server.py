@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,6 +24,9 @@ from bytetx.serve.records import METRICS_TYPE, Recorder
 from bytetx.serve.settings import ServeSettings
 from bytetx.serve.site import Site
 from bytetx.serve.tracing import Tracer
+
+if TYPE_CHECKING:
+    from bytetx.serve.grpc_server import GrpcServer
 
 logger = logging.getLogger("bytetx.serve")
 
@@ -64,8 +67,12 @@ async def run_site(
     """
     settings = site.settings
     limit = max_connections()
-    servers = [_Server(build_app(site), max_connections=limit)]
+    app = build_app(site)
+    servers = [_Server(app, max_connections=limit)]
     listeners = [sockets]
+    interface: GrpcServer | None = None
+    if settings.grpc_port is not None:
+        interface = _grpc_server(app, settings, sockets[0])
     if settings.prometheus_port is not None:
         metrics = _Server(_MetricsApp(site.recorder), max_connections=_METRICS_CONNECTIONS)
         servers.append(metrics)
@@ -82,12 +89,18 @@ async def run_site(
         for one in sockets:
             logger.info("listening on %s", address(one))
     connections = servers[0].connections
+    if interface is not None:
+        await interface.start()
     try:
         if await _start(site, start, ends):
             site.phase = "ready"
             settle_interpreter()
+            if interface is not None:
+                await interface.say_ready()
             on_ready()
             await ends.wait()
+            if interface is not None:
+                await interface.say_draining()
             await _drain(site, connections, ends)
         site.phase = "draining"
         await _say_farewell(site, connections, sockets, ends)
@@ -95,10 +108,24 @@ async def run_site(
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*running)
+        if interface is not None:
+            await interface.stop()
         site.close()
         if site.tracer is not None:
             await asyncio.to_thread(site.tracer.close)
     logger.info("ended")
+
+
+def _grpc_server(app: ASGIApp, settings: ServeSettings, listener: socket.socket) -> "GrpcServer":
+    """On --grpc-port, which several processes share where they share the listener's."""
+    from bytetx.serve.grpc_server import GrpcServer
+
+    is_shared = bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT))
+    shares_port = is_shared or settings.frontends > 1
+    made = GrpcServer(app, settings, shares_port=shares_port)
+    if not shares_port:
+        logger.info("gRPC on port %d", made.port)
+    return made
 
 
 async def _start(

@@ -6,7 +6,6 @@ connections among the sockets that listen on the port (SO_REUSEPORT).
 
 import asyncio
 import logging
-import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from dataclasses import replace
 from bytetx.errors import BytetxError, OptionError
 from bytetx.serve.child_process import ChildProcess, drain_on_signals, run_until_told
 from bytetx.serve.logs import set_up_logs
+from bytetx.serve.ports import reserve_port, reserved_grpc_port
 from bytetx.serve.settings import ServeSettings
 
 logger = logging.getLogger("bytetx.serve")
@@ -90,6 +90,7 @@ async def _supervise(settings: ServeSettings, devices: Sequence[str | None]) -> 
     with (
         tempfile.TemporaryDirectory(prefix="bytetx-") as folder,
         reserve_port(settings.hostname, settings.port) as place,
+        reserved_grpc_port(settings) as settings,
     ):
         settings = replace(settings, port=place.getsockname()[1])
         replicas = [_replica(settings, i, gpus, folder) for i, gpus in enumerate(devices)]
@@ -122,27 +123,3 @@ def _replica(settings: ServeSettings, index: int, gpus: str | None, folder: str)
         f"replica {index}",
         environment=[] if gpus is None else [f"CUDA_VISIBLE_DEVICES={gpus}"],
     )
-
-
-def reserve_port(hostname: str, port: int) -> socket.socket:
-    """A socket that keeps the port for replicas, and does not listen: no connection waits there.
-
-    Raises OptionError where the address cannot be had, or another server listens on it, even one
-    that shares it.
-    """
-    try:
-        found = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, place = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-        kept = socket.socket(family, kind, protocol)
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        kept.bind(place)
-    except OSError as error:
-        raise OptionError(
-            f"cannot listen on {hostname}:{port}: {error.strerror or error}; choose another "
-            "--hostname or --port"
-        ) from error
-    return kept

@@ -74,6 +74,7 @@ class ServeSettings:
     port: int = 8080
     uds_path: Path | None = None
     prometheus_port: int | None = None
+    grpc_port: int | None = None
     api_keys: Sequence[str] = ()
     cors_allow_origin: Sequence[str] = ()
     metrics_names: Sequence[str] = ("bytetx",)

@@ -11,6 +11,7 @@ from pathlib import Path
 from bytetx.errors import OptionError
 from bytetx.serve.child_process import ChildProcess, drain_on_signals, run_until_told
 from bytetx.serve.http_server import address, bind, remove_path
+from bytetx.serve.ports import reserved_grpc_port
 from bytetx.serve.settings import ServeSettings
 
 logger = logging.getLogger("bytetx.serve")
@@ -27,7 +28,10 @@ async def supervise(settings: ServeSettings) -> None:
         raise OptionError("--prometheus-port needs --frontends 1; scrape /metrics on the port")
     listeners = _listeners(settings)
     ends = asyncio.Event()
-    with tempfile.TemporaryDirectory(prefix="bytetx-serve-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="bytetx-serve-") as folder,
+        reserved_grpc_port(settings) as settings,
+    ):
         path = str(Path(folder) / "engine")
         engine = ChildProcess(settings, [_MODULE, "engine", path], "engine process")
         frontends = [

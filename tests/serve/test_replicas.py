@@ -22,9 +22,10 @@ from other_processes import child_processes
 import bytetx
 from bytetx.errors import OptionError
 from bytetx.serve.http_server import bind_tcp
+from bytetx.serve.ports import reserve_port
 from bytetx.serve.records import Finished
 from bytetx.serve.replica_records import ReplicaRecorder, merge_pages, merge_stats
-from bytetx.serve.replicas import replica_devices, reserve_port, serve_replicas, share_gpus
+from bytetx.serve.replicas import replica_devices, serve_replicas, share_gpus
 from bytetx.serve.settings import ServeSettings, model_sources
 
 TEXTS = [text for text in SENTENCES if text][:5]
