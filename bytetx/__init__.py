@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bytetx.model import Model, load
     from bytetx.packed import PackedBatch, pack
     from bytetx.parallel.planner.plan import plan
-    from bytetx.sampling_params import SamplingParams
+    from bytetx.sampling_params import SamplingParams, StructuredOutputsParams
     from bytetx.tasks.search import maxsim, semantic_search, similarity
 
 __version__ = "0.1.0"
@@ -50,6 +50,7 @@ __all__ = [
     "QueueFullError",
     "SamplingParams",
     "StepError",
+    "StructuredOutputsParams",
     "TooLargeError",
     "TooLongError",
     "__version__",
@@ -69,6 +70,7 @@ _HOMES = {
     "Model": "bytetx.model",
     "PackedBatch": "bytetx.packed",
     "SamplingParams": "bytetx.sampling_params",
+    "StructuredOutputsParams": "bytetx.sampling_params",
     "load": "bytetx.model",
     "maxsim": "bytetx.tasks.search",
     "pack": "bytetx.packed",

@@ -1,5 +1,6 @@
 """SamplingParams: how a request's tokens are chosen, and when it ends."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -63,6 +64,93 @@ class SamplingDefaults:
         return {name: value for name, value in values.items() if value not in (None, ())}
 
 
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_MAX_CHARACTERS = 1 << 20  # that a grammar may have
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """The form that an answer must have, by vLLM's names; exactly one of the first five.
+
+    json: a JSON schema, as a mapping or as its text.  regex: what the whole answer matches, in the
+    syntax of Rust's regex crate, without look-around.  choice: the possible answers.
+    grammar: a context-free grammar in Lark (of llguidance) or in GBNF (of llama.cpp).
+    json_object: True is any JSON object.
+    whitespace_pattern: a regex of the space between the tokens of JSON; None is at most 20
+    characters, so that a model cannot write space for ever.  disable_any_whitespace: there is none.
+    begin: rules, as llguidance's Lark writes them, with `begin` among them: what an answer has
+    before it, such as a model's reasoning; None: nothing.
+
+    Raises InputError, which names the field; whether a grammar can be read shows when it is used.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+    begin: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:
+            object.__setattr__(self, "json_object", None)
+        given = [name for name in _FORMS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InputError(
+                f"structured_outputs must have exactly one of {', '.join(_FORMS)}, got "
+                f"{', '.join(given) or 'none'}"
+            )
+        _flag("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
+        kind, value = given[0], getattr(self, given[0])
+        if kind == "choice":
+            fits = isinstance(value, list | tuple) and value and all(map(_is_text, value))
+            wanted = "a list of texts, none of them empty"
+        elif kind == "json":
+            fits, wanted = isinstance(value, str | Mapping | bool), "a JSON schema"
+        elif kind == "json_object":
+            fits, wanted = value is True, "True or False"
+        else:
+            fits, wanted = _is_text(value), "a text that is not empty"
+        if not fits:
+            raise InputError(f"structured_outputs.{kind} must be {wanted}, got {shown(value)}")
+        for name in ("whitespace_pattern", "begin"):
+            text = getattr(self, name)
+            if text is not None and not _is_text(text):
+                raise InputError(
+                    f"structured_outputs.{name} must be a text that is not empty, got {shown(text)}"
+                )
+        length = len(self.source[1])
+        if length > _MAX_CHARACTERS:
+            raise InputError(
+                f"structured_outputs.{kind} has {length:,} characters, at most "
+                f"{_MAX_CHARACTERS:,} are taken"
+            )
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """(kind, text) of the grammar: json, regex, choice or grammar; json and choice as JSON."""
+        if self.regex is not None:
+            return "regex", self.regex
+        if self.grammar is not None:
+            return "grammar", self.grammar
+        kind = "json" if self.choice is None else "choice"
+        value: object = self.json if self.choice is None else list(self.choice)
+        if self.json_object:
+            value = {"type": "object"}
+        if isinstance(value, str):
+            return kind, value
+        try:
+            return kind, json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"structured_outputs.{kind} is no JSON: {error}") from None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when a text ends; checked once, when it is made.
@@ -76,7 +164,7 @@ class SamplingParams:
 
     1. logit_bias is added; before min_tokens, tokens that would end the answer get -inf.
     2. repetition_penalty, frequency_penalty, presence_penalty.
-    3. logits_processors, in their order.
+    3. logits_processors, in their order; then structured_outputs forbids what does not fit it.
     4. temperature 0 takes the most likely token; any other one divides the logits.
     5. min_p, top_k, then top_p, whose share is of the probability that the first two keep.
 
@@ -108,6 +196,9 @@ class SamplingParams:
     model's own logits, before step 1; None reports nothing, 0 the chosen ones alone.
     prompt_logprobs: the same of the prompt.
     logits_processors: functions (token_ids, logits) -> logits.
+    structured_outputs: the form of the answer, or a mapping with the fields of one.
+    An end-of-text token is chosen where the form is complete and never before; with min_tokens or
+    ignore_eos only where nothing else is left, and it ends the answer even then.
 
     Raises InputError, which names the parameter, its range and the value.
     """
@@ -132,6 +223,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] | None = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -148,6 +240,8 @@ class SamplingParams:
             )
         self._set("stop_token_ids", tuple(int(token) for token in self.stop_token_ids or ()))
         self._set("logits_processors", tuple(self.logits_processors or ()))
+        if isinstance(self.structured_outputs, Mapping):
+            self._set("structured_outputs", StructuredOutputsParams(**self.structured_outputs))
         if self.top_k == _NO_TOP_K:
             self._set("top_k", 0)
         if self.seed == _NO_SEED:
@@ -302,6 +396,18 @@ def _flag(name: str, value: object) -> None:
         raise InputError(f"{name} must be True or False, got {shown(value)}")
 
 
+def _structured_outputs(name: str, value: object) -> None:
+    known = {field.name for field in fields(StructuredOutputsParams)}
+    if isinstance(value, Mapping):
+        unknown = next((key for key in value if key not in known), None)
+        if unknown is not None:
+            raise InputError(
+                f"{name} must have the fields {', '.join(sorted(known))}, got {shown(unknown)}"
+            )
+    elif not isinstance(value, StructuredOutputsParams):
+        raise InputError(f"{name} must be StructuredOutputsParams, got {shown(value)}")
+
+
 def _callables(name: str, value: object) -> None:
     if not isinstance(value, Sequence) or not all(map(callable, value)):
         raise InputError(f"{name} must be a list of functions, got {shown(value)}")
@@ -317,6 +423,7 @@ _MAY_BE_NONE = {
     "logprobs",
     "prompt_logprobs",
     "logits_processors",
+    "structured_outputs",
 }
 _CHECKS: dict[str, _Check] = {
     "n": _integer(1, MAX_N),
@@ -339,6 +446,7 @@ _CHECKS: dict[str, _Check] = {
     "logprobs": _integer(0, MAX_LOGPROBS),
     "prompt_logprobs": _integer(0, MAX_LOGPROBS),
     "logits_processors": _callables,
+    "structured_outputs": _structured_outputs,
 }
 assert _CHECKS.keys() == {field.name for field in fields(SamplingParams)}
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}

@@ -10,6 +10,7 @@ from threading import Condition, Thread
 
 from bytetx.errors import ClosedError, ForkError
 from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.guidance import made_guide
 from bytetx.generate.outputs import RequestOutput
 from bytetx.generate.scheduler import SequenceAdapter
 from bytetx.sampling_params import SamplingParams
@@ -80,6 +81,11 @@ class AsyncEngine:
         the task that waits for it, aborts the request.
         """
         loop = asyncio.get_running_loop()
+        guide = None
+        if params.structured_outputs is not None:
+            compiling = asyncio.wrap_future(self._engine.compile_guide(params.structured_outputs))
+            # Shielded, because other requests may wait for this grammar, too.
+            guide = made_guide(await asyncio.shield(compiling))
         queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         request_ids: list[int] = []  # written by the thread, once
 
@@ -90,7 +96,7 @@ class AsyncEngine:
         def add() -> None:
             try:
                 request_id = self._engine.add_request(
-                    prompt_ids, params, priority=priority, adapter=adapter
+                    prompt_ids, params, priority=priority, adapter=adapter, guide=guide
                 )
             except Exception as error:  # the engine took nothing of the request
                 put(error)

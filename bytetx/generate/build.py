@@ -8,9 +8,10 @@ from typing import TypeVar
 import torch
 
 from bytetx.arguments import check_draft_size, check_num_seqs, check_positive
-from bytetx.checkpoint.byte_level import special_tokens, token_bytes, token_pieces
+from bytetx.checkpoint.byte_level import TokenBytes, special_tokens, token_bytes, token_pieces
 from bytetx.errors import DeviceMemoryError, OptionError
 from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.guidance import GrammarCompiler
 from bytetx.generate.model_runner import ModelRunner
 from bytetx.generate.output_processor import (
     ByteDetokenizer,
@@ -198,8 +199,22 @@ def build_engine(
         special_tokens=_special_tokens(checkpoint),
         eos_token_ids=checkpoint.generation.eos_token_ids,
         defaults=checkpoint.generation.sampling,
+        compiler=_grammar_compiler(checkpoint),
         seed=seed,
     )
+
+
+def _grammar_compiler(checkpoint: LoadedCheckpoint) -> GrammarCompiler:
+    eos_token_ids = checkpoint.generation.eos_token_ids
+    if checkpoint.tokenizer is None:
+        return GrammarCompiler(None, eos_token_ids=eos_token_ids)
+    backend, vocab_size = checkpoint.tokenizer.backend, checkpoint.spec.vocab_size
+
+    def tokens() -> tuple[list[bytes], frozenset[int]]:
+        found = TokenBytes(backend)
+        return [found[token] for token in range(vocab_size)], found.special_ids
+
+    return GrammarCompiler(tokens, eos_token_ids=eos_token_ids)
 
 
 def _special_tokens(checkpoint: LoadedCheckpoint) -> SpecialTokens | None:

@@ -4,6 +4,7 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pickle import PicklingError
 from typing import NoReturn, Protocol
@@ -11,11 +12,12 @@ from typing import NoReturn, Protocol
 import numpy as np
 
 from bytetx.errors import InputError, NotFiniteError, StepError, TooLongError, shown
+from bytetx.generate.guidance import GrammarCompiler, Guide, made_guide
 from bytetx.generate.output_processor import DetokenizerFactory, OutputState, SpecialTokens
 from bytetx.generate.outputs import RequestOutput, RowResult, StepResult
 from bytetx.generate.scheduler import Scheduler, SchedulerOutput, SequenceAdapter, SequenceState
 from bytetx.generate.stopping import stop_token_ids
-from bytetx.sampling_params import SamplingDefaults, SamplingParams
+from bytetx.sampling_params import SamplingDefaults, SamplingParams, StructuredOutputsParams
 
 _MASK = 2**64 - 1
 
@@ -78,12 +80,14 @@ class GenerationEngine:
         special_tokens: SpecialTokens | None = None,
         eos_token_ids: Iterable[int] = (),
         defaults: SamplingDefaults | None = None,
+        compiler: GrammarCompiler | None = None,
         seed: int | None = None,
     ):
         """new_detokenizer: makes the detokenizer of an output; None: outputs have no text.
 
         special_tokens: those that it leaves out.
         defaults: of parameters that requests leave unset.
+        compiler: of structured outputs; None: requests have none.
         seed: of the generator of seeds, for requests without a seed.
         """
         self._runner, self._scheduler, self._new_detokenizer = runner, scheduler, new_detokenizer
@@ -91,6 +95,7 @@ class GenerationEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._defaults = SamplingDefaults() if defaults is None else defaults
         self._random = random.Random(seed)
+        self._compiler = compiler
         self._unfinished: dict[int, list[OutputState]] = {}  # by request id
         self._states: dict[SequenceState, OutputState] = {}  # unfinished outputs only
         self._aborted: list[RequestOutput] = []  # the next step returns them
@@ -125,15 +130,19 @@ class GenerationEngine:
         priority: int = 0,
         streams: bool = True,
         adapter: SequenceAdapter | None = None,
+        guide: Guide | None = None,
     ) -> int:
         """Queues a request and returns its id; InputError where it could never run.
 
         priority: lower numbers run first.  streams: False gives one RequestOutput for each output,
         when it ends.  adapter: of the model, which runs the request; None: the model alone.
+        guide: of `compile_guide`, where its caller has waited for it; else this call does.
         """
         tokens = _integers(prompt_ids)
         params = params.resolved(self._defaults, num_prompt_tokens=len(tokens))
         max_tokens = self._check(tokens, params)
+        if params.structured_outputs is not None and guide is None:
+            guide = made_guide(self.compile_guide(params.structured_outputs).result())
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         request_id = self._num_requests
         states: list[OutputState] = []
@@ -148,6 +157,7 @@ class GenerationEngine:
                 stop_token_ids=stop_token_ids(params, self._eos_token_ids),
                 eos_token_ids=self._eos_token_ids,
                 adapter=adapter,
+                guide=None if guide is None else guide.copy(),
             )
             texts = self._new_detokenizer, self._special_tokens
             states.append(OutputState(request_id, index, sequence, streams, *texts))
@@ -158,6 +168,15 @@ class GenerationEngine:
         self._unfinished[request_id] = states
         self._states |= {state.sequence: state for state in states}
         return request_id
+
+    def compile_guide(self, form: StructuredOutputsParams) -> Future[Guide | InputError]:
+        """The grammar of a request, for guidance.made_guide.
+
+        It is made in other threads, and any thread may call this. InputError where none can be.
+        """
+        if self._compiler is None:
+            raise InputError("this engine takes no structured_outputs: it has no compiler")
+        return self._compiler.compile(form)
 
     def abort(self, request_id: int) -> None:
         """Ends a request; the next step returns its last RequestOutputs.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bytetx.errors import DeviceLostError, InputError, NotFiniteError, StepError
+from bytetx.generate.guidance import GuidedRow, TokenMasks
 from bytetx.generate.ngram_drafter import num_accepted
 from bytetx.generate.outputs import RowResult, StepResult, TokenLogprob
 from bytetx.generate.scheduler import ScheduledRow, SchedulerOutput, SequenceState
@@ -27,6 +28,7 @@ from bytetx.ops.sampling import (
     adjust_logits,
     argmax,
     is_bad_row,
+    mask_logits,
     top_logprobs,
 )
 from bytetx.runtime.input_batch import InputBatch
@@ -174,9 +176,11 @@ def _no_token_error(row: ScheduledRow, num_before: int) -> InputError:
     position = num_known + num_before - row.sequence.num_prompt_tokens
     start = f"no token can be chosen after {position} tokens: the logits are NaN or infinite"
     params = row.sequence.params
-    if params.logit_bias or params.min_tokens or params.logits_processors:
+    limits = params.logit_bias or params.min_tokens or params.logits_processors
+    if limits or params.structured_outputs:
         return StepError(
-            f"{start}, or logit_bias, min_tokens and logits_processors left none; {_OVERFLOW}"
+            f"{start}, or logit_bias, min_tokens, logits_processors and structured_outputs left "
+            f"none; {_OVERFLOW}"
         )
     return NotFiniteError(f"{start}; {_OVERFLOW}")
 
@@ -232,6 +236,8 @@ class Sampler:
         self.vocab_size, self.device = vocab_size, torch.device(device)
         self._params = np.zeros(max_num_seqs, dtype=_PARAMS)
         self._counts: _TokenCounts | None = None
+        self._masks = TokenMasks(vocab_size)
+        self._guided: SamplerOutput | None = None  # the last step with guided rows
         self._upload = Uploader(self.device).upload
 
     def prepare(self, plan: SchedulerOutput, input_batch: InputBatch) -> SamplingMetadata:
@@ -282,8 +288,12 @@ class Sampler:
             output.tokens = argmax(logits)
             return
         processed, errors = self._apply_processors(metadata, self._adjust(metadata, logits))
+        is_guided = bool(params["is_guided"].any())
+        if is_guided:
+            processed = self._guide(metadata, processed, errors)
         tokens = self._choose(metadata, processed)
-        if params["has_processors"].any():  # one may put numbers where the logits are NaN
+        # A processor may put numbers where the logits are NaN, and a mask -inf.
+        if is_guided or params["has_processors"].any():
             tokens = torch.where(is_bad_row(logits), -1, tokens)
         if self._counts is not None:
             self._counts.add(self._upload(metadata.slot_indices)[0], tokens.clamp(min=0))
@@ -295,13 +305,15 @@ class Sampler:
             output.logprobs = Logprobs(numbers.tolist(), counts.tolist(), sampled, top)
         output.errors = errors
         output.tokens = tokens
+        self._guided = output if is_guided else None
 
     def _add_sequence(self, sequence: SequenceState) -> None:
         """Stores the parameters of a sequence that has just got its slot."""
         params = sequence.params
-        has_biases = bool(params.logit_bias) or params.min_tokens > 0
+        is_guided = sequence.guide is not None
+        has_biases = bool(params.logit_bias) or (params.min_tokens > 0 and not is_guided)
         has_processors = bool(params.logits_processors)
-        changes_logits = params.has_penalties or has_biases or has_processors
+        changes_logits = params.has_penalties or has_biases or has_processors or is_guided
         self._params[sequence.slot_index] = (
             params.temperature,
             params.top_p,
@@ -316,6 +328,7 @@ class Sampler:
             params.has_penalties,
             has_biases,
             has_processors,
+            is_guided,
             params.is_greedy and params.logprobs is None and not changes_logits,
         )
         if params.has_penalties:
@@ -369,6 +382,51 @@ class Sampler:
             else:
                 processed[number] = row
         return processed, errors
+
+    def _guide(
+        self, metadata: SamplingMetadata, logits: Tensor, errors: dict[int, InputError]
+    ) -> Tensor:
+        """Logits of the tokens that the grammars of guided rows let follow.
+
+        The forward pass runs meanwhile: what the step before it sampled is waited for here.
+        """
+        numbers = np.flatnonzero(metadata.params["is_guided"])
+        pending: dict[SequenceState, int] | None = None
+        rows, firsts = [], []
+        for number in numbers.tolist():
+            sequence, position = metadata.sequence(number), int(metadata.positions[number])
+            guide = sequence.guide
+            assert guide is not None
+            if rows and firsts[-1][1] is sequence:
+                continue  # a position of its draft
+            first = sequence.num_prompt_tokens
+            tokens = sequence.token_ids[first + guide.num_taken : first + position]
+            if sequence.num_output_tokens < position:
+                if pending is None:
+                    pending = self._guided_tokens()
+                tokens.append(pending[sequence])
+            guide.take(tokens)
+            draft = metadata.rows[metadata.sampling_rows[number]].draft
+            ends = [forbidden_tokens(sequence, position + i) for i in range(1 + len(draft))]
+            rows.append(GuidedRow(guide, draft, ends))
+            firsts.append((number, sequence))
+        masks = self._masks.fill(rows)
+        for (number, _), row in zip(firsts, rows, strict=True):
+            error = row.guide.error()
+            if error is not None:
+                errors[number] = error
+        is_all = len(numbers) == len(metadata.params)
+        where, uploaded = self._upload(numbers, masks)
+        return mask_logits(logits, uploaded, rows=None if is_all else where)
+
+    def _guided_tokens(self) -> dict[SequenceState, int]:
+        """The tokens of guided rows that the engine has not collected yet, by their sequence."""
+        output = self._guided
+        assert output is not None and output.tokens is not None  # a guided row of it is pending
+        if output._is_done is not None:
+            output._is_done.synchronize()
+        found = zip(output.sampling_rows, output.tokens.tolist(), strict=True)
+        return {output.rows[row].sequence: token for row, token in found}
 
     def _choose(self, metadata: SamplingMetadata, logits: Tensor) -> Tensor:
         """int32: the sampled token of each row, -1 where no token can be sampled."""
@@ -429,6 +487,7 @@ _PARAMS = np.dtype(
         ("has_penalties", np.bool_),
         ("has_biases", np.bool_),
         ("has_processors", np.bool_),
+        ("is_guided", np.bool_),
         ("is_plain_greedy", np.bool_),
     ]
 )
@@ -477,6 +536,8 @@ class _TokenCounts:
 def _biases(sequence: SequenceState, position: int) -> list[tuple[int, float]]:
     """(token, what is added to its logit); -inf for tokens that would end the output too early."""
     bias = sequence.params.logit_bias or {}
+    if sequence.guide is not None:  # its mask leaves these out
+        return list(bias.items())
     forbidden = forbidden_tokens(sequence, position)
     return [*bias.items(), *((token, -np.inf) for token in forbidden)]
 

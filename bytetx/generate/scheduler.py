@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from bytetx.adapter_rows import SlottedAdapter
 from bytetx.arguments import check_num_seqs, check_token_budget
 from bytetx.errors import InputError, TooLongError
+from bytetx.generate.guidance import Guide
 from bytetx.generate.kv_cache import PageAllocator, page_hashes
 from bytetx.generate.ngram_drafter import NgramDrafter
 from bytetx.sampling_params import SamplingParams
@@ -60,6 +61,7 @@ class SequenceState:
     drafter: guesses its next tokens; None where it gets no drafts.
     adapter: what runs it beside the model, None: nothing; sequences with different ones share no
     pages.
+    guide: the grammar of its output; None where it has none.
     """
 
     token_ids: list[int]
@@ -82,6 +84,7 @@ class SequenceState:
     status: Status = Status.WAITING
     drafter: NgramDrafter | None = None
     adapter: SequenceAdapter | None = None
+    guide: Guide | None = None
     _page_hashes: list[bytes] = field(default_factory=list)
     _num_inserted: int = 0
 

@@ -124,16 +124,22 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def stop_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
-    """The tokens that end an output; eos_token_ids: the checkpoint's end-of-text tokens."""
-    eos = () if params.ignore_eos else eos_token_ids
+    """The tokens that end an output; eos_token_ids: the checkpoint's end-of-text tokens.
+
+    These end one with structured_outputs even with ignore_eos: its form is complete.
+    """
+    ignores = params.ignore_eos and params.structured_outputs is None
+    eos = () if ignores else eos_token_ids
     return frozenset((*(params.stop_token_ids or ()), *eos))
 
 
 def finish_reason(sequence: SequenceState) -> FinishReason | None:
     """Why the output ends with its last token, apart from stop strings; None where it does not."""
     num_tokens = sequence.num_output_tokens
+    params = sequence.params
     is_stop = sequence.token_ids[-1] in sequence.stop_token_ids
-    if is_stop and num_tokens > sequence.params.min_tokens:
+    # With structured_outputs one is chosen before min_tokens where nothing else is left.
+    if is_stop and (num_tokens > params.min_tokens or params.structured_outputs is not None):
         return "stop"
     return "length" if num_tokens >= sequence.max_tokens else None
 
@@ -141,8 +147,11 @@ def finish_reason(sequence: SequenceState) -> FinishReason | None:
 def forbidden_tokens(sequence: SequenceState, position: int) -> frozenset[int]:
     """Tokens that must not be sampled at this position of the output: before min_tokens, any stop.
 
-    They include the checkpoint's end-of-text tokens even with ignore_eos, as in vLLM.
+    They include the checkpoint's end-of-text tokens even with ignore_eos, as in vLLM. With
+    structured_outputs they are forbidden where its form leaves others, and with ignore_eos always.
     """
-    if position >= sequence.params.min_tokens:
+    params = sequence.params
+    waits = params.ignore_eos and params.structured_outputs is not None
+    if position >= params.min_tokens and not waits:
         return frozenset()
     return sequence.stop_token_ids | sequence.eos_token_ids

@@ -6,6 +6,7 @@ Nothing here waits for a GPU.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -105,6 +106,33 @@ def adjust_logits(
     if penalties is not None:
         x = _penalize(x, penalties)
     return x
+
+
+def mask_logits(logits: Tensor, masks: Tensor, *, rows: Tensor | None = None) -> Tensor:
+    """Logits [n, vocab_size] with -inf for tokens that a row's mask leaves out; a new tensor.
+
+    masks: int32 [m, words], packed: bit i % 32 of word i // 32 stands for token i, and is set where
+    it stays.  rows: int64 [m], those that the masks are for; None: all n, in order.
+    """
+    require_tensor("logits", logits, shape=(None, None))
+    words = -(-logits.shape[1] // 32)
+    require_tensor("masks", masks, shape=(None, words), dtypes=(torch.int32,), device=logits.device)
+    # A byte of a mask is an index of its eight bools, which are read as one integer.
+    bools = _bools_of_bytes(logits.device)
+    index = masks.view(torch.uint8).int().flatten()
+    stays = bools.index_select(0, index).view(torch.bool).view(len(masks), 32 * words)
+    stays = stays[:, : logits.shape[1]]
+    if rows is None:
+        return torch.where(stays, logits, -torch.inf)
+    masked = torch.where(stays, logits.index_select(0, rows), -torch.inf)
+    return logits.index_copy(0, rows, masked)
+
+
+@cache
+def _bools_of_bytes(device: torch.device) -> Tensor:
+    """int64 [256]: the bits of each byte as bools, the lowest first."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return bits.bool().view(torch.int64).flatten().to(device)
 
 
 def is_bad_row(logits: Tensor) -> Tensor:

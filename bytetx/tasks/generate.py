@@ -16,6 +16,7 @@ from bytetx.encode.request import RunStats
 from bytetx.errors import InputError, OptionError, shown
 from bytetx.generate.build import GenerationSizes, build_engine, generation_sizes
 from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.guidance import check_installed
 from bytetx.generate.outputs import RequestOutput
 from bytetx.nn.adapted_rows import Adapter
 from bytetx.nn.adapters import Adapters, adapter_at, named_adapters
@@ -273,6 +274,8 @@ def _check(params: object, checkpoint: LoadedCheckpoint) -> None:
     params.check_vocab(checkpoint.spec.vocab_size)
     # Raises where a default excludes it.
     params.resolved(checkpoint.generation.sampling, num_prompt_tokens=0)
+    if params.structured_outputs is not None:
+        check_installed()
     if params.stop and checkpoint.tokenizer is None:
         raise InputError(
             "stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids"
