@@ -126,6 +126,9 @@ _QWEN35 = _LLAMA | {
         "mrope_section": [2, 1, 1],
     },
 }
+# An epsilon that keeps the norm of a result near 0 from making much of its last bits.
+_SHARED = _EXPERTS | {"shared_expert_intermediate_size": 24, "rms_norm_eps": 1e-3}
+_HYBRIDS = ("Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")
 _BLOOM = {"hidden_size": 48, "n_layer": 3, "n_head": 4}
 _RW = {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}  # Falcon RW
 
@@ -228,6 +231,8 @@ DECODERS = {
         _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
     ),
     "qwen3_5": ("Qwen3_5Text", _QWEN35),
+    "qwen3_5_moe": ("Qwen3_5MoeText", _QWEN35 | _SHARED),
+    "qwen3_next": ("Qwen3Next", _QWEN35 | _SHARED | {"mlp_only_layers": [1]}),
     "smollm3-layers": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layers": [0, 1, 1]}),
 }
 
@@ -236,8 +241,8 @@ def causal_class(name: str, head: str = "ForCausalLM") -> type:
     stem = DECODERS[name][0]
     if (stem, head) == ("Gemma3Text", "ForCausalLM"):
         stem = "Gemma3"
-    if stem == "Qwen3_5Text" and head == "ForCausalLM":
-        stem = "Qwen3_5"
+    if stem in _HYBRIDS and head == "ForCausalLM":
+        stem = stem.removesuffix("Text")
     ending = "LMHeadModel" if (stem, head) == ("GPT2", "ForCausalLM") else head
     return getattr(transformers, stem + ending)
 
@@ -252,7 +257,7 @@ def tiny_decoder(name: str, head: str = "ForCausalLM", **config: object) -> nn.M
         for parameter_name, parameter in model.named_parameters():
             if "ln_" in parameter_name and parameter_name.endswith("weight"):
                 parameter += 1.0  # a norm's scale, which randomize knows by "norm" alone
-            if stem == "Qwen3_5Text" and parameter_name.endswith("norm.weight"):
+            if stem in _HYBRIDS and parameter_name.endswith("norm.weight"):
                 parameter -= float("linear_attn" not in parameter_name)
             if stem.startswith("Gemma") and "norm" in parameter_name:
                 parameter -= 1.0  # its norms add one to their weights

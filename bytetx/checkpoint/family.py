@@ -104,7 +104,7 @@ _SECTIONS = {
         {"router"},
         {"expert_gate", "expert_in", "expert_out", "experts_in", "experts_out", "experts_bias"}
         | {"experts_gate_up", "experts_down", "experts_gate_up_bias", "experts_down_bias"}
-        | {"router_bias"},
+        | {"router_bias", "shared_router", "shared_gate", "shared_in", "shared_out"},
     ),
     "mixer_layer": (
         {"mixer_in", "conv", "mixer_out"},
@@ -173,6 +173,7 @@ _NULLABLE = {
     "layer_windows",
 }
 
+_SHARED = ("router", "gate", "in")
 # Keys that need each other: a size in config.json, and the tensor or facts that use it.
 _PAIRS = (
     (("config", "num_token_types"), ("embeddings", "token_type")),
@@ -188,6 +189,7 @@ _PAIRS = (
     (("sparse_layer", "experts_in"), ("sparse_layer", "experts_out")),
     (("sparse_layer", "experts_gate_up"), ("sparse_layer", "experts_down")),
     (("sparse_layer", "experts_gate_up_bias"), ("sparse_layer", "experts_down_bias")),
+    *((("sparse_layer", "shared_out"), ("sparse_layer", f"shared_{key}")) for key in _SHARED),
     (("layer", "q_norm"), ("layer", "k_norm")),
     (("layer", "q_bias"), ("layer", "v_bias")),
     (("layer", "pos_k"), ("layer", "pos_q")),

@@ -517,6 +517,25 @@ def qwen3_5(values: Values, spec: ModelSpec) -> ModelSpec:
     return _layers(spec, mixer=mixer)
 
 
+def qwen3_5_moe(values: Values, spec: ModelSpec) -> ModelSpec:
+    """As qwen3_5, with experts in every layer and one that all tokens share."""
+    return _with_shared_expert(values, qwen3_5(values, spec))
+
+
+def qwen3_next(values: Values, spec: ModelSpec) -> ModelSpec:
+    """As qwen3_5_moe, but for layers that have no experts."""
+    return _with_shared_expert(values, qwen3_moe(values, qwen3_5(values, spec)))
+
+
+def _with_shared_expert(values: Values, spec: ModelSpec) -> ModelSpec:
+    if spec.experts is None:
+        return spec
+    size, shared = (
+        values.common_size(f"{name}intermediate_size") for name in ("moe_", "shared_expert_")
+    )
+    return replace(spec, experts=replace(spec.experts, size=size, shared_size=shared))
+
+
 def qwen3_moe(values: Values, spec: ModelSpec) -> ModelSpec:
     """Experts have a size of their own, and some layers none."""
     if spec.experts is None:
@@ -574,7 +593,9 @@ _HOOKS: tuple[Hook, ...] = (
     openai_privacy_filter,
     opt,
     qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     smollm3,
     ultrabert,
 )

@@ -288,6 +288,7 @@ class ExpertSpec:
     is_transposed: whether tensors that hold all experts are [experts, inputs, outputs].
     routes_in_f32: whether routers multiply in float32, whatever the dtype.
     gate_limit, gate_alpha: as of ops.gated.clamped_gate, where the limit is not 0.
+    shared_size: features inside an expert that every token goes through besides; 0: there is none.
     """
 
     num_experts: int
@@ -300,6 +301,7 @@ class ExpertSpec:
     routes_in_f32: bool = False
     gate_limit: float = 0.0
     gate_alpha: float = 1.0
+    shared_size: int = 0
 
     @property
     def is_gated(self) -> bool:

@@ -52,11 +52,19 @@ class MixerSpec:
     layer: Mapping[str, str]
     delta: DeltaSpec | None = None
 
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether two tensors hold the first linear layer, in which key heads take turns."""
+        return self.delta is not None and "mixer_gate" not in self.layer
+
     def parts(self, hidden_size: int) -> dict[str, int]:
         """Outputs of the first linear layer, by the tensors that hold its rows, in their order."""
         own = self.delta
         if own is None:
             return {"mixer_in": 3 * hidden_size}
+        if self.is_interleaved:
+            rows = self.conv_features(hidden_size) + own.v_features
+            return {"mixer_in": rows, "mixer_decay": 2 * own.num_v_heads}
         sizes = (own.v_features, own.num_v_heads, own.num_v_heads)
         gates = zip(("mixer_gate", "mixer_beta", "mixer_decay"), sizes, strict=True)
         return {"mixer_in": self.conv_features(hidden_size), **dict(gates)}

@@ -256,7 +256,10 @@ class ModelSpec:
             width = 3 * hidden + (4 if self.experts.is_gated else 1) * self.experts.size
             if self.experts.gate_limit:  # gates and values in f32, and their sigmoid
                 width += 4 * self.experts.size * 4 // itemsize
-            row = max(row, before + half + self.experts.top_k * width + hidden * 4 // itemsize)
+            # An expert of all tokens runs when the sum is there; its result is in f32, too.
+            shared = self.experts.shared_size and 3 * self.experts.shared_size + 2 * hidden
+            found = max(self.experts.top_k * width, shared + hidden * 4 // itemsize)
+            row = max(row, before + half + found + hidden * 4 // itemsize)
         if (own := self.layer_spec.layer_input) is not None:
             row = max(row, 3 * hidden + 2 * own.size)
         if self.layer_spec.reads_embedded:

@@ -1,6 +1,6 @@
 """The spec of one checkpoint from its family's facts and the sizes and choices of config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from bytetx.checkpoint.config import Values
 from bytetx.checkpoint.families import Families, read_families
 from bytetx.checkpoint.family_hooks import HOOKS
-from bytetx.checkpoint.layer_spec import is_bidirectional, read_experts, read_layers
+from bytetx.checkpoint.layer_spec import is_bidirectional, numbered, read_experts, read_layers
 from bytetx.checkpoint.model_spec import HeadSpec, ModelSpec
 from bytetx.checkpoint.quantization import read_quantization
 from bytetx.checkpoint.rope_spec import rotary_positions
@@ -138,6 +138,19 @@ def build_module_spec(config: Mapping[str, Any], families: Families) -> ModelSpe
         layer_spec=layers,
         experts=experts,
     )
+
+
+def saved_spec(spec: ModelSpec, names: Container[str]) -> ModelSpec:
+    """The same spec, with the names that transformers' class has for experts where the files' names
+    are those: checkpoints of one family have one or the other."""
+    modules = spec.family_table.get("modules", {}).get("sparse_layer")
+    experts = spec.experts
+    if experts is None or modules is None or "experts_gate_up" not in modules:
+        return spec
+    layer = experts.pattern.index(True)
+    if numbered(modules["experts_gate_up"], layer) not in names:
+        return spec
+    return replace(spec, experts=replace(experts, layer=modules))
 
 
 def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,10 @@ CAUSAL_OUTPUTS = {
         f"{family}Model": "BaseModelOutputWithPastAndCrossAttentions"
         for family in ("GPT2", "GPTBigCode", "Falcon", "Bloom")
     },
-    **{f"{family}Model": "MoeModelOutputWithPast" for family in ("Mixtral", "Qwen3Moe")},
+    **{
+        f"{family}Model": "MoeModelOutputWithPast"
+        for family in ("Mixtral", "Qwen3Moe", "Qwen3Next", "Qwen3_5MoeText")
+    },
     **{
         f"{family}Model": "BaseModelOutputWithPast"
         for family in (
@@ -50,7 +53,7 @@ CAUSAL_OUTPUTS = {
             *("Phi3", "Starcoder2", "StableLm", "SmolLM3", "Olmo2", "Granite"),
             "Ministral3",
             *("Gemma", "Gemma2", "Gemma3Text"),
-            "Lfm2",
+            *("Lfm2", "Qwen3_5Text"),
         )
     },
 }
@@ -61,7 +64,10 @@ _LM_OUTPUTS = {
         ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "FalconForCausalLM", "BloomForCausalLM"),
         "CausalLMOutputWithCrossAttentions",
     ),
-    **dict.fromkeys(("MixtralForCausalLM", "Qwen3MoeForCausalLM"), "MoeCausalLMOutputWithPast"),
+    **{
+        f"{family}ForCausalLM": "MoeCausalLMOutputWithPast"
+        for family in ("Mixtral", "Qwen3Moe", "Qwen3Next", "Qwen3_5Moe")
+    },
 }
 # cache_position says again, of older transformers, which columns the input is.
 _OWN_NAMES = (*arguments.PAST_NAMES, "cache_position")

@@ -18,7 +18,7 @@ from bytetx.checkpoint.spec import ModelSpec, build_module_spec
 from bytetx.errors import CheckpointError
 from bytetx.hf.pooler import APART
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
-from bytetx.nn.layer_weights import copied_tensor_names, tensor_names
+from bytetx.nn.layer_names import copied_tensor_names, tensor_names
 from bytetx.nn.rotary import frequencies_of, rotary_tables
 from bytetx.nn.tensors import fuse_rows
 from bytetx.nn.transformer import Transformer

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bytetx.nn.attended import Attended, OutputGate
 from bytetx.nn.mixers import Mixer
+from bytetx.nn.shared_expert import SharedExpert
 from bytetx.ops.embedding import embed
 from bytetx.ops.experts import ExpertsWeight, run_experts
 from bytetx.ops.linear import LinearWeight, fuses_residual
@@ -176,11 +177,13 @@ class ExpertFeedForward:
     """A mixture of experts.
 
     Every rank routes all rows alike, and sums its features of each row's experts.
+    shared: what every row goes through besides, of a model in one process.
     """
 
     experts: ExpertsWeight
     activation: str
     out_norm: RowNorm | None = None
+    shared: SharedExpert | None = None
 
     @property
     def linears(self) -> tuple[Weight, ...]:
@@ -188,7 +191,8 @@ class ExpertFeedForward:
 
     @property
     def num_bytes(self) -> int:
-        return self.experts.num_bytes
+        shared = 0 if self.shared is None else self.shared.num_bytes
+        return self.experts.num_bytes + shared
 
     def converted(self, convert: Callable[[LinearWeight], Weight]) -> "ExpertFeedForward":
         return replace(self, experts=self.experts.converted(convert))
@@ -208,7 +212,10 @@ class ExpertFeedForward:
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         rows = step.rows
-        summed = run_experts(rows.gather(h), self.experts, activation=self.activation)
+        h = rows.gather(h)
+        summed = run_experts(h, self.experts, activation=self.activation)
+        if self.shared is not None:
+            summed += self.shared.run(h, self.activation)
         if partial is not None:
             summed += partial
         mixed = rows.sum_ranks(summed).to(x.dtype)

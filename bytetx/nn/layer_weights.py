@@ -1,22 +1,12 @@
 """A model's layers from named tensors, all of them or the shard of one rank."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from bytetx.checkpoint.layer_spec import (
-    EXPERT_LINEARS,
-    EXPERT_TENSORS,
-    HEAD_TENSORS,
-    LINEARS,
-    ExpertSpec,
-    HeadSizes,
-    numbered,
-)
-from bytetx.checkpoint.mixer_spec import MIXER_TENSORS, MixerSpec
-from bytetx.checkpoint.norm_kinds import NORM_KINDS
+from bytetx.checkpoint.layer_spec import ExpertSpec, HeadSizes
+from bytetx.checkpoint.mixer_spec import MixerSpec
 from bytetx.checkpoint.saved_tensor import Part
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.alibi import model_slopes
@@ -27,10 +17,11 @@ from bytetx.nn.convolution import load_convolution
 from bytetx.nn.head_rows import separate_heads
 from bytetx.nn.layer import DenseFeedForward, ExpertFeedForward, FeedForward, LayerWeights
 from bytetx.nn.layers import Layers
-from bytetx.nn.mixers import load_mixer
+from bytetx.nn.mixers import load_mixer, rows_in_order
 from bytetx.nn.quantization import weight_format
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
+from bytetx.nn.shared_expert import load_shared_expert
 from bytetx.nn.tensors import Matrix, TensorLoader
 from bytetx.ops.coded_rows import GROUP
 from bytetx.ops.experts import ExpertsWeight, stack_experts
@@ -96,91 +87,6 @@ def _alibi_slopes(spec: ModelSpec, load: TensorLoader, blocks: Blocks) -> torch.
     if slopes is None or shard is None:
         return slopes
     return slopes[shard.heads.start : shard.heads.stop].contiguous()
-
-
-def tensor_names(spec: ModelSpec) -> Iterator[str]:
-    """Every name that the layers and the last norm need, lazily."""
-    layers = spec.layer_spec
-    has_shift = NORM_KINDS[layers.norm].has_shift and layers.norm_bias
-    has_final = layers.norm_placement != "post" and layers.norm_scale
-    norms = [layers.final["norm"]] if has_final else []
-    for stem in norms:
-        yield f"{stem}.weight"
-        if has_shift:
-            yield f"{stem}.bias"
-    if layers.disentangled is not None:
-        yield spec.embeddings["relative"]
-        if layers.disentangled.has_norm:
-            yield from (f"{spec.embeddings['relative_norm']}.{part}" for part in ("weight", "bias"))
-    if layers.convolution is not None:
-        stems = (layers.convolution.linear, layers.convolution.norm)
-        yield from (f"{stem}.{part}" for stem in stems for part in ("weight", "bias"))
-    own = layers.layer_input
-    if own is not None:
-        yield from (f"{stem}.weight" for stem in (own.project, own.project_norm))
-    if layers.value_table is not None:
-        yield layers.value_table.name
-    for i in range(spec.num_layers):
-        if own is not None:
-            yield from own.names(i)
-        if layers.attended is not None:
-            yield from layers.attended.names(i)
-        if layers.mixing:
-            yield numbered(layers.mixing, i)
-        for key, name in spec.layer_names(i).items():
-            if key == "attn_norm" and i == 0 and not layers.has_first_norm:
-                continue
-            if "norm" in key and not layers.norm_scale:
-                continue
-            if key in HEAD_TENSORS or key in MIXER_TENSORS:
-                yield name
-                continue
-            if spec.experts is not None and key in spec.experts.layer:
-                yield from _expert_names(spec.experts, key, name)
-                continue
-            yield f"{name}.weight"
-            is_head_norm = key in ("q_norm", "k_norm")
-            if key in layers.biases or (key not in LINEARS and has_shift and not is_head_norm):
-                yield f"{name}.bias"
-
-
-def copied_tensor_names(spec: ModelSpec) -> Iterator[str]:
-    """The names whose tensors a Transformer copies, or computes tables of, where it shares the
-    memory of all others."""
-    layers, relative = spec.layer_spec, spec.layer_spec.disentangled
-    if spec.relative_bias_rows:
-        yield spec.embeddings["relative_bias"]
-    if layers.convolution is not None:
-        yield f"{layers.convolution.linear}.weight"
-    if layers.norm_offset:
-        yield f"{layers.final['norm']}.weight"
-    projections: set[str] = set()
-    if relative is not None:
-        yield spec.embeddings["relative"]
-        if relative.has_norm:
-            yield from (f"{spec.embeddings['relative_norm']}.{part}" for part in ("weight", "bias"))
-        shared = {"pos_k": "k", "pos_q": "q"}
-        projections = {shared[t] if relative.shares_projections else t for t in relative.terms}
-    routes_in_f32 = spec.experts is not None and spec.experts.routes_in_f32
-    for i in range(spec.num_layers):
-        if layers.attended is not None:
-            yield layers.attended.names(i)[0]
-        for key, name in spec.layer_names(i).items():
-            if key in HEAD_TENSORS or (key == "router_bias" and routes_in_f32):
-                yield name
-            elif (key == "router" and routes_in_f32) or (layers.norm_offset and "norm" in key):
-                yield f"{name}.weight"
-            elif key in projections:
-                yield from (f"{name}.{part}" for part in ("weight", "bias"))
-
-
-def _expert_names(experts: ExpertSpec, key: str, name: str) -> Iterator[str]:
-    if key in EXPERT_TENSORS:
-        yield name
-    elif key in EXPERT_LINEARS:
-        yield from (f"{name.replace('{e}', str(e))}.weight" for e in range(experts.num_experts))
-    else:
-        yield f"{name}.weight"
 
 
 # Norms of whole rows.
@@ -290,7 +196,7 @@ class _LayerReader:
             del names["attn_norm"]
         norms = {key: self.norm(names[key], spec.hidden_size) for key in _NORMS if key in names}
         if (mixer := self.layer_spec.mixer_of(i)) is not None:
-            return self._mixer_layer(names, mixer, norms)
+            return self._mixer_layer(names, mixer, spec.experts_of(i), norms)
         layers = self.layer_spec
         own = spec.head_sizes(layers.window_of(i))
         parts = self._qkv_parts(names, own)
@@ -321,15 +227,24 @@ class _LayerReader:
         )
 
     def _mixer_layer(
-        self, names: dict[str, str], mixer: MixerSpec, norms: dict[str, RowNorm]
+        self,
+        names: dict[str, str],
+        mixer: MixerSpec,
+        experts: ExpertSpec | None,
+        norms: dict[str, RowNorm],
     ) -> LayerWeights:
         """A layer with a mixer in place of attention; of a whole model."""
         spec, hidden = self.spec, self.spec.hidden_size
-        ffn_out = self._tensors(names, "ffn_out", hidden, spec.intermediate_size)
-        half = DenseFeedForward(
-            self._ffn_in(names), self.load.weight_from(*ffn_out), spec.activation
-        )
+        if experts is not None:
+            half: FeedForward = self._mixture(names, experts, None)
+        else:
+            ffn_out = self._tensors(names, "ffn_out", hidden, spec.intermediate_size)
+            half = DenseFeedForward(
+                self._ffn_in(names), self.load.weight_from(*ffn_out), spec.activation
+            )
         first = [self._tensors(names, key, n, hidden) for key, n in mixer.parts(hidden).items()]
+        if mixer.is_interleaved:
+            first = rows_in_order(first, mixer)
         last = self._tensors(names, "mixer_out", hidden, mixer.mixed_features(hidden))
         return LayerWeights(
             qkv=self.load.fused_linear(first),
@@ -630,10 +545,18 @@ class _LayerReader:
         """
         activation = self.spec.activation
         if experts is not None:
-            mixture = self._experts(names, experts)
-            return self._attn_out(names, attended), ExpertFeedForward(mixture, activation, out_norm)
+            return self._attn_out(names, attended), self._mixture(names, experts, out_norm)
         attn_out, out = self._out_linears(names, attended)
         return attn_out, DenseFeedForward(self._ffn_in(names), out, activation, out_norm)
+
+    def _mixture(
+        self, names: dict[str, str], experts: ExpertSpec, out_norm: RowNorm | None
+    ) -> ExpertFeedForward:
+        shared = None
+        if experts.shared_size:
+            shared = load_shared_expert(names, self.load, self.spec.hidden_size, experts)
+        mixture = self._experts(names, experts)
+        return ExpertFeedForward(mixture, self.spec.activation, out_norm, shared)
 
     def _attn_out(self, names: dict[str, str], attended: int) -> Weight:
         weight, bias = self._tensors(

@@ -27,7 +27,7 @@ from bytetx.checkpoint.generation_config import GenerationDefaults, read_generat
 from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.router import RouterSpec, read_router
 from bytetx.checkpoint.side_files import TEXT, check_fields
-from bytetx.checkpoint.spec import ModelSpec, build_spec, token_logits_spec
+from bytetx.checkpoint.spec import ModelSpec, build_spec, saved_spec, token_logits_spec
 from bytetx.checkpoint.staged_reader import StagedReader
 from bytetx.checkpoint.static_embedding import load_static_tokenizer, static_spec
 from bytetx.checkpoint.tag_calibration import TransitionBiases, read_transition_biases
@@ -244,7 +244,7 @@ def _load(
     decisions = _read_decisions(sentence, head)
     extraction = read_extraction(sentence.folder, spec, families)
     tokenizer = _load_tokenizer(sentence, spec)
-    weights = _open_weights(sentence, spec, head, decisions.adapter, on_tensor=on_tensor)
+    weights, spec = _open_weights(sentence, spec, head, decisions.adapter, on_tensor=on_tensor)
     quantization = wanted_format(dtype, spec, weights, device, is_alone=blocks is None)
     saved = _preferred_dtype(spec, weights.dtype)
     dtype = resolve_dtype(dtype, device, saved=saved, overflows_float16=overflows_float16(spec))
@@ -379,8 +379,10 @@ def _open_weights(
     adapter: str | None,
     *,
     on_tensor: Callable[[], None] | None,
-) -> Weights:
-    """head: that of decide, which may lie in a file of its own.
+) -> tuple[Weights, ModelSpec]:
+    """(weights, the spec with the names that they have)
+
+    head: that of decide, which may lie in a file of its own.
     adapter: the subfolder of the LoRA that the decision files name."""
     beside = [] if head is None or head.file is None else [f"{head.file}.safetensors"]
     weights = Weights(sentence.folder, spec, beside=beside, on_tensor=on_tensor)
@@ -388,7 +390,7 @@ def _open_weights(
         merge_lora(sentence.adapter, weights, spec)
     if adapter is not None:
         merge_lora(sentence.folder / adapter, weights, spec)
-    return weights
+    return weights, saved_spec(spec, weights)
 
 
 def reopen_weights(checkpoint: LoadedCheckpoint) -> Weights:
@@ -397,7 +399,7 @@ def reopen_weights(checkpoint: LoadedCheckpoint) -> Weights:
     Raises CheckpointError where its files are gone or were changed.
     """
     adapter = checkpoint.decisions.adapter
-    return _open_weights(checkpoint.sentence, checkpoint.spec, None, adapter, on_tensor=None)
+    return _open_weights(checkpoint.sentence, checkpoint.spec, None, adapter, on_tensor=None)[0]
 
 
 def _label_ids(
@@ -520,9 +522,10 @@ def load_shard(
     sentence = load_sentence_spec(folder)
     _, spec, head = _read_spec(sentence, families)
     adapter = _read_decisions(sentence, head).adapter
+    weights, spec = _open_weights(sentence, spec, head, adapter, on_tensor=on_tensor)
     return _load_model(
         spec,
-        _open_weights(sentence, spec, head, adapter, on_tensor=on_tensor),
+        weights,
         dtype=dtype,
         device=device,
         blocks=blocks,

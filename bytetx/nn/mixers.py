@@ -1,7 +1,8 @@
 """Layers without attention: the step between their two linear layers, and their memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from bytetx.checkpoint.mixer_spec import DeltaSpec, MixerSpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.kv_cache import LayerState
-from bytetx.nn.tensors import TensorLoader
+from bytetx.nn.tensors import Matrix, TensorLoader
 from bytetx.ops.delta_rule import (
     DeltaGates,
     DeltaPast,
@@ -18,6 +19,7 @@ from bytetx.ops.delta_rule import (
     gated_norm,
     has_delta_kernel,
 )
+from bytetx.ops.group_rows import GroupRows
 from bytetx.ops.short_conv import ConvPast, short_conv
 from bytetx.packed import PackedBatch
 
@@ -129,6 +131,28 @@ def load_mixer(
     )
     norm = load.tensor(f"{names['mixer_norm']}.weight", (own.v_dim,))
     return DeltaNet(own, weight[:, 0], -log.exp(), decay_bias, norm, spec.norm_eps)
+
+
+def rows_in_order(
+    parts: Sequence[tuple[Matrix, Tensor | None]], mixer: MixerSpec
+) -> list[tuple[Matrix, Tensor | None]]:
+    """The first linear layer's tensors as DeltaNet reads them, of rows that key heads take turns
+    with: each head's q, k, values and gates; then each one's betas and decays."""
+    own = mixer.delta
+    assert own is not None  # is_interleaved says so
+    group = own.num_v_heads // own.num_k_heads
+    wide = group * own.v_dim
+    sizes = ((own.k_dim, own.k_dim, wide, wide), (group, group))
+
+    def order(rows: Tensor, own_sizes: tuple[int, ...]) -> Tensor:
+        by_head = rows.unflatten(0, (own.num_k_heads, -1)).split(own_sizes, dim=1)
+        return torch.cat([part.flatten(0, 1) for part in by_head])
+
+    found: list[tuple[Matrix, Tensor | None]] = []
+    for (matrix, bias), own_sizes in zip(parts, sizes, strict=True):
+        turn = partial(order, own_sizes=own_sizes)
+        found.append((matrix.mapped(turn) if isinstance(matrix, GroupRows) else turn(matrix), bias))
+    return found
 
 
 def state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

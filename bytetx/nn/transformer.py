@@ -16,8 +16,8 @@ from bytetx.nn.alibi import alibi_bias, model_slopes
 from bytetx.nn.blocks import Blocks, LocalBlocks
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layer import Rows
+from bytetx.nn.layer_names import tensor_names as layer_tensor_names
 from bytetx.nn.layer_weights import load_layers
-from bytetx.nn.layer_weights import tensor_names as layer_tensor_names
 from bytetx.nn.layers import Layers, OnKv, OnLayer, Pause
 from bytetx.nn.quantization import weight_format
 from bytetx.nn.tensors import TensorLoader

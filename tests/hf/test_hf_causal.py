@@ -21,7 +21,7 @@ TOLERANCE = 1e-4  # of last hidden states and logits in fp32: DESIGN.md, "Number
 SEQLENS = [9, 1, 23, 14]
 # One of each family, and those whose masks or layouts differ. test_hf_mixers.py has those without
 # attention in some layers, whose cache is not ours to give.
-MIXERS = ["lfm2", "lfm2-biases", "qwen3_5"]
+MIXERS = ["lfm2", "lfm2-biases", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 FAMILIES = [
     name
     for name in DECODERS

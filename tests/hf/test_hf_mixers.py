@@ -15,7 +15,7 @@ from tiny_decoders import tiny_decoder
 from bytetx.hf import FallbackWarning, wrap
 
 SEQLENS = [9, 1, 23, 14]
-NAMES = ["lfm2"]
+NAMES = ["lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 
 
 def stock_and_wrapped(name: str, **config: object) -> tuple:

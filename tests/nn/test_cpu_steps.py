@@ -33,7 +33,7 @@ OTHERS = {
     *("llama-dynamic", "gpt_neox", "opt-post", "gptj", "olmo2", "olmo2-biases", "falcon"),
     *("falcon-heads", "falcon-groups", "falcon-one-norm", "falcon-alibi-groups", "mixtral"),
     *("mixtral-window", "qwen3_moe", "qwen3_moe-period", "stablelm-parallel", "ministral3"),
-    *("ministral3-window", "lfm2", "lfm2-biases", "qwen3_5"),
+    *("ministral3-window", "lfm2", "lfm2-biases", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
 }
 # Those whose activation is not a gate: with float32 oneDNN computes it, with bits of its own.
 UNGATED = ("gpt2", "gpt_neox-serial", "opt", "gpt_neo", "starcoder2", "gpt_bigcode", "bloom")
