@@ -11,16 +11,19 @@ from torch import Tensor
 from bytetx.arguments import check_adapter_name
 from bytetx.checkpoint.files import ADAPTER_CONFIG, resolve_adapter
 from bytetx.checkpoint.lora import Lora, read_lora
+from bytetx.checkpoint.mixer_spec import MixerSpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.task_adapters import TaskAdapters
 from bytetx.checkpoint.weight_changes import LowRank
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.adapted_rows import Adapter, AdapterSlots
+from bytetx.nn.attended import OutputGate
 from bytetx.nn.checkpoint_heads import Heads, load_heads
 from bytetx.nn.head_rows import separate_heads
 from bytetx.nn.layer import LayerWeights
 from bytetx.nn.loading import LoadedCheckpoint, reopen_weights
+from bytetx.nn.mixers import rows_in_order
 from bytetx.nn.tensors import TensorLoader, is_finite
 from bytetx.ops.gated import in_turn
 from bytetx.ops.low_rank import LowRankChange
@@ -202,11 +205,6 @@ def _loaded(
     """more: changes of words, which `lora` does not have."""
     spec, transformer = checkpoint.spec, checkpoint.transformer
     word = transformer.embeddings.word
-    if spec.layer_spec.gates_queries:
-        raise CheckpointError(
-            f"{folder}: adapters of single texts are not for {spec.family}, whose queries have "
-            "gates beside them; load a folder of the model with the adapter in it, which merges it"
-        )
     try:
         reader = _ChangeReader(spec, lora, weights, dtype=word.dtype, device=word.device)
         changes = reader.changes(transformer.layers.weights, transformer.embeddings.project)
@@ -368,6 +366,12 @@ def _load_heads(checkpoint: LoadedCheckpoint, folder: Path, weights: Weights, re
     return heads
 
 
+def _mixer_rows(rows: Tensor, height: int, mixer: MixerSpec) -> Tensor:
+    """Rows of a mixer's two tensors, the first of so many, in the order of its weight's."""
+    parts = rows_in_order([(rows[:height], None), (rows[height:], None)], mixer)
+    return torch.cat([part for part, _ in parts if isinstance(part, Tensor)])
+
+
 @dataclass(frozen=True, slots=True)
 class _Change:
     """An addition to a linear layer, f32: b [n, rank] @ a [rank, k], and bias [n] or None."""
@@ -420,6 +424,8 @@ class _ChangeReader:
                 first, out = layer.feed_forward.linears
                 parts += [(first, self._first(names, first.block))]
                 parts += [(out, self._of(names, "ffn_out"))]
+            if isinstance(layer.attended, OutputGate):
+                parts.append((layer.attended.gate, self._query_gates(names)))
             for weight, change in parts:
                 if change is not None:
                     found[id(weight)] = self._placed(change)
@@ -434,16 +440,38 @@ class _ChangeReader:
         return LowRankChange(a, b, bias)
 
     def _qkv(self, names: Mapping[str, str]) -> _Change | None:
+        layers = self._spec.layer_spec
         if "mixer_in" in names:
-            mixer = self._spec.layer_spec.mixer
+            mixer = layers.mixer
             assert mixer is not None  # a layer has it
-            return self._stacked(names, tuple(mixer.parts(self._spec.hidden_size)))
-        if self._spec.layer_spec.qkv == "separate":
-            return self._stacked(names, ("q", "k", "v"))
+            keys = tuple(mixer.parts(self._spec.hidden_size))
+            found = self._stacked(names, keys)
+            if found is None or not mixer.is_interleaved:
+                return found
+            height = self._shape(names, keys[0])[0]
+            return found.in_order(lambda rows: _mixer_rows(rows, height, mixer))
+        if layers.qkv == "separate":
+            found = self._stacked(names, ("q", "k", "v"))
+            if found is None or not layers.gates_queries:
+                return found
+            height = self._shape(names, "q")[0]
+            return found.in_order(
+                lambda rows: torch.cat([self._half(rows[:height], 0), rows[height:]])
+            )
         found = self._of(names, "qkv")
-        if found is None or self._spec.layer_spec.qkv != "interleaved":
+        if found is None or layers.qkv != "interleaved":
             return found
         return found.in_order(lambda rows: separate_heads(rows, self._spec))
+
+    def _query_gates(self, names: Mapping[str, str]) -> _Change | None:
+        """Of the gates that q has beside each head's queries."""
+        found = self._of(names, "q")
+        return None if found is None else found.in_order(lambda rows: self._half(rows, 1))
+
+    def _half(self, rows: Tensor, half: int) -> Tensor:
+        """Of each head's queries, 0, or gates, 1, which take turns."""
+        pairs: Tensor = rows.unflatten(0, (-1, 2, self._spec.head_dim))
+        return pairs[:, half].flatten(0, 1)
 
     def _first(self, names: Mapping[str, str], block: int) -> _Change | None:
         """block: as of the weight."""

@@ -1,5 +1,6 @@
 """Changes of attended values before they are projected: less of the own value, and a gate."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,10 @@ from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.tensors import TensorLoader
-from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.linear import LinearWeight
+from bytetx.ops.weight import Weight
+
+Project = Callable[[Tensor, Weight], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +25,12 @@ class Attended:
     scale: Tensor
     gate: LinearWeight
 
-    def run(self, attended: Tensor, v: Tensor, h: Tensor) -> Tensor:
+    def run(self, attended: Tensor, v: Tensor, h: Tensor, project: Project) -> Tensor:
         """[total_tokens, num_heads * head_dim].
 
         attended: [total_tokens, num_heads, head_dim], overwritten.  v: [total_tokens,
         num_kv_heads, head_dim], the values that were attended to.  h: what the attention read.
+        project: multiplies the pass's rows with a linear layer.
         """
         wide = v.float()
         unit = wide / wide.norm(dim=2, keepdim=True).clamp(min=1e-12)
@@ -34,7 +39,7 @@ class Attended:
         along = (grouped * unit).sum(3, keepdim=True)
         along *= self.scale.view(v.shape[1], -1, 1)
         grouped -= along * unit
-        gates = linear(h, self.gate).sigmoid_()
+        gates = project(h, self.gate).sigmoid_()
         return gates.mul_(attended.flatten(1))
 
 
@@ -44,9 +49,9 @@ class OutputGate:
 
     gate: LinearWeight
 
-    def run(self, attended: Tensor, v: Tensor, h: Tensor) -> Tensor:
+    def run(self, attended: Tensor, v: Tensor, h: Tensor, project: Project) -> Tensor:
         """As of Attended."""
-        return linear(h, self.gate).sigmoid_().mul_(attended.flatten(1))
+        return project(h, self.gate).sigmoid_().mul_(attended.flatten(1))
 
 
 def load_attended(spec: ModelSpec, load: TensorLoader, layer: int) -> Attended | OutputGate | None:

@@ -529,7 +529,9 @@ class Layers:
                 sinks=layer.sinks,
                 **options,
             )
-        return attended.flatten(1) if layer.attended is None else layer.attended.run(attended, v, h)
+        if layer.attended is None:
+            return attended.flatten(1)
+        return layer.attended.run(attended, v, h, step.rows.column_parallel)
 
     def _head_rotation(self, i: int, step: _Pass) -> HeadRotation:
         """That of a layer's q and k, which lie side by side."""

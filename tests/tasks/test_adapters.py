@@ -53,6 +53,7 @@ def base_of(name: str, folder: Path) -> Path:
     [
         *("bert", "distilbert", "mpnet", "electra", "modernbert", "albert"),
         *("llama", "gpt2", "gpt_neox", "phi3", "falcon", "gemma3", "qwen3_moe"),
+        *("qwen3_5", "qwen3_next"),
     ],
 )
 def test_each_text_has_its_adapters_hidden_states(name: str, tmp_path: Path) -> None:
@@ -62,6 +63,8 @@ def test_each_text_has_its_adapters_hidden_states(name: str, tmp_path: Path) -> 
     targets: object = "all-linear"
     if name == "qwen3_moe":
         targets = ["q_proj", "v_proj", "o_proj"]
+    elif name == "qwen3_next":
+        targets = ["q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"]
     right: dict[str | None, list[torch.Tensor]] = {}
     configs = {"a": {"r": 3, "lora_alpha": 9}, "b": {"r": 16, "use_rslora": True}}
     models = {None: transformers.AutoModel.from_pretrained(base).eval()}
@@ -96,6 +99,7 @@ def test_each_text_has_its_adapters_hidden_states(name: str, tmp_path: Path) -> 
         ("phi3", ({"lora_bias": True}, {})),
         ("gemma3", ({"lora_bias": True}, {"bias": "all"})),
         ("lfm2", ({"lora_bias": True}, {})),
+        ("qwen3_5", ({"lora_bias": True}, {})),
     ],
 )
 def test_each_text_has_its_adapters_biases(
