@@ -191,6 +191,11 @@ SUITES = {
         "adapters",
         ("plot", "device"),
     ),
+    "families": Entry(
+        "Encoders of many families from token ids to hidden states: bytetx, transformers.",
+        "families",
+        ("plot", "device"),
+    ),
     "generate": Entry(
         "Ragged prompts and answers on a GPU: bytetx, transformers padded and continuous.",
         "generate",

@@ -81,7 +81,18 @@ class TokenInputs:
     ):
         rng = np.random.default_rng(0)
         self._ids = [rng.integers(5, vocab_size, length).astype(np.int32) for length in lengths]
-        self.lengths, self.max_seqlen, self.device = lengths, int(lengths.max()), device
+        self._lay_out(device)
+
+    def taken(self, order: np.ndarray) -> "TokenInputs":
+        """The same sequences in another order.  order: int64 [batch_size]."""
+        found = copy.copy(self)
+        found._ids = [self._ids[i] for i in order]
+        found._lay_out(self.device)
+        return found
+
+    def _lay_out(self, device: torch.device | str) -> None:
+        self.lengths = lengths = np.array(list(map(len, self._ids)))
+        self.max_seqlen, self.device = int(lengths.max()), device
         self.batch: PackedBatch = pack(self._ids, has_token_types=False, device=device)
         self.cu_seqlens = prefix_sums(lengths, device)
         self.packed_ids = torch.from_numpy(np.concatenate(self._ids)).long().to(device)[None]
