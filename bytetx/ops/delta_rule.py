@@ -33,7 +33,7 @@ class DeltaPast:
 
 @dataclass(frozen=True, slots=True)
 class DeltaGates:
-    """What the state is multiplied by, and how much of a token's value is written, by token.
+    """The decay of the state before each token, and the share of its value that is written.
 
     The logarithms of the first are softplus(decay + decay_bias) * rates, the others
     sigmoid(beta).

@@ -96,7 +96,7 @@ def assert_close(ours: Tensor, right: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_whole_sequences(backend: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    """Of lengths around a chunk's; batch mates change no bit, padding gives zeros."""
+    """Lengths around a chunk's; batch mates change no bit, padding gives zeros."""
     total = sum(SEQLENS)
     inputs = Inputs(total, sizes, dtype)
     same = inputs.k[total - CHUNK : total]
