@@ -178,6 +178,10 @@ constexpr int kStripVectors = static_cast<int>(kStripColumns) / Vec::kWidth;
 constexpr int64_t kCodeBytes = sizeof(Words);
 constexpr int64_t kStepBytes = 4 * kStripColumns;  // one step of 8 bits, or two of 4
 constexpr int64_t kSteps = kGroupFeatures / 4;
+// How far before its use the first rows' tile fetches the stream into L2: the processor's own
+// prefetchers stop at each page of 4 KiB. One row out of cache, one core of a Xeon: 9.6 to 14 GB/s
+// with 4 bits, 12.5 to 16 with 8; 2 KiB gains half of it, 16 KiB no more.
+constexpr int64_t kAheadBytes = 8192;
 
 // Where integer sums begin. With VNNI it is the bits of 1.5 * 2^23: an integer below 2^22 that is
 // added to them makes them the float that is larger by it, which needs no conversion.
@@ -320,6 +324,7 @@ struct Int8 {
 template <class Codes, typename T, int kRows>
 [[gnu::noinline]] inline void multiply_group_tile(const PanelProduct& p, const uint8_t* blocks,
                                                   int64_t row, int64_t column) {
+    const bool reads_memory = row == 0;  // later rows find the strip in a cache
     const int64_t groups = p.w.features / kGroupFeatures, row_words = group_row_words(p.w.k);
     const float* scales[kRows];
     const float* row_sums[kRows];
@@ -336,6 +341,12 @@ template <class Codes, typename T, int kRows>
     }
 #pragma GCC unroll 1
     for (int64_t group = 0; group < groups; ++group, blocks += Codes::kBlockBytes) {
+        if (reads_memory) {
+#pragma GCC unroll 9
+            for (int64_t i = 0; i < Codes::kBlockBytes; i += 64) {
+                __builtin_prefetch(blocks + kAheadBytes + i, 0, 2);
+            }
+        }
         Words sums[kRows][kStripVectors];
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
