@@ -8,8 +8,10 @@
 //
 // Products are drawn by pieces of outputs, head work by KV heads, attention as in
 // paged_attention.cpp. Residuals and norms of the few rows are nothing beside a barrier, so that
-// every thread computes them all, into memory of its own. Each part is the kernel of the operation
-// that it stands for, and rounds where it does: the bits are those of one call after another.
+// every thread computes them all, into memory of its own. Head work and gates of so few rows that a
+// barrier costs more are done by the thread that reaches the one before them last. Each part is the
+// kernel of the operation that it stands for, and rounds where it does: the bits are those of one
+// call after another.
 //
 // workspace:  qkv | attended | product | inner | gated | of each thread: x, h, staged rows |
 //             that of attention, for each window
@@ -206,14 +208,26 @@ class Worker {
         norm(layers[0].attn_norm, x_, nullptr, h_);
         for (size_t i = 0; i < layers.size(); ++i) {
             const CpuStepLayer& layer = layers[i];
-            multiply(layer.qkv, h_, qkv_, Activation::none);
-            finish_heads(layer);
+            const bool few = has_few_rows();
+            const auto finish = [&](int64_t begin, int64_t end) {
+                finish_heads(layer, begin, end);
+            };
+            const int64_t num_heads = p_.batch_size * p_.num_kv_heads;
+            multiply(layer.qkv, h_, qkv_, Activation::none, [&] {
+                if (few) finish(0, num_heads);
+            });
+            if (!few) step_.team.share(num_heads, 1, finish);
             attend(layer);
             multiply(layer.attn_out, attended_, product_, Activation::none);
             add_and_norm(layer.attn_out_norm, layer.ffn_norm, h_);
-            multiply(layer.ffn_in, h_, inner_, gates() ? Activation::none : p_.activation);
-            if (gates()) gate();
-            multiply(layer.ffn_out, gates() ? gated_ : inner_, product_, Activation::none);
+            const bool gates = p_.gate_block > 0;
+            const int64_t num_gates = gates ? p_.batch_size * gate_pieces() : 0;
+            const auto gate = [&](int64_t begin, int64_t end) { this->gate(begin, end); };
+            multiply(layer.ffn_in, h_, inner_, gates ? Activation::none : p_.activation, [&] {
+                if (few) gate(0, num_gates);
+            });
+            if (gates && !few) step_.team.share(num_gates, 1, gate);
+            multiply(layer.ffn_out, gates ? gated_ : inner_, product_, Activation::none);
             const bool is_last = i + 1 == layers.size();
             if (is_last && thread_ != 0) return;
             add_and_norm(layer.ffn_out_norm, is_last ? p_.final_norm : layers[i + 1].attn_norm,
@@ -222,7 +236,12 @@ class Worker {
     }
 
   private:
-    bool gates() const { return p_.gate_block > 0; }
+    // Whether one thread does head work and gates in less time than two barriers take, some 2 us.
+    bool has_few_rows() const {
+        constexpr int64_t kFewGates = 1 << 12;
+        return p_.batch_size * p_.inner_size <= kFewGates;
+    }
+    int64_t gate_pieces() const { return (p_.inner_size + kGateColumns - 1) / kGateColumns; }
 
     void norm(const StepNorm& how, const void* x, char* residual, char* out, int64_t num_rows = 0,
               int64_t width = 0) {
@@ -250,19 +269,26 @@ class Worker {
     }
 
     void multiply(const PanelMatrix& w, const void* x, void* d, Activation activation) {
+        multiply(w, x, d, activation, [] {});
+    }
+
+    // after: as in Team::share.
+    template <typename After>
+    void multiply(const PanelMatrix& w, const void* x, void* d, Activation activation,
+                  After&& after) {
         const PanelKernels& kernels = step_.of(w.format);
         kernels.stage(x, p_.batch_size, w.k, staged_);
         const PanelProduct product{w, staged_, d, p_.batch_size, activation};
         step_.team.share(
             num_strips(w), strips_of_task(w, step_.team.size()),
-            [&](int64_t begin, int64_t end) { kernels.multiply(product, begin, end); });
+            [&](int64_t begin, int64_t end) { kernels.multiply(product, begin, end); }, after);
     }
 
-    // Head norms, rotation, and keys and values to their slots; a task is a row's KV head.
-    void finish_heads(const CpuStepLayer& layer) {
-        step_.team.share(p_.batch_size * p_.num_kv_heads, 1, [&](int64_t task, int64_t) {
+    // Head norms, rotation, and keys and values to their slots, for some of the rows' KV heads.
+    void finish_heads(const CpuStepLayer& layer, int64_t begin, int64_t end) {
+        for (int64_t task = begin; task < end; ++task) {
             finish_head(layer, task / p_.num_kv_heads, task % p_.num_kv_heads);
-        });
+        }
     }
 
     void finish_head(const CpuStepLayer& layer, int64_t row, int64_t kv_head) {
@@ -305,17 +331,18 @@ class Worker {
                                        layer.softmax_scale);
     }
 
-    void gate() {
-        constexpr int64_t kColumns = 256;
+    // Some of the rows' pieces of kGateColumns.
+    void gate(int64_t begin, int64_t end) {
         const GateBlocksParams g{inner_,        gated_,        p_.batch_size, p_.inner_size,
                                  p_.gate_block, p_.activation, p_.dtype};
-        const int64_t pieces = (g.n + kColumns - 1) / kColumns;
-        step_.team.share(g.m * pieces, 1, [&](int64_t task, int64_t) {
-            const int64_t begin = task % pieces * kColumns;
+        for (int64_t task = begin; task < end; ++task) {
+            const int64_t column = task % gate_pieces() * kGateColumns;
             step_.of(PanelFormat::words)
-                .gate(g, task / pieces, begin, std::min(begin + kColumns, g.n));
-        });
+                .gate(g, task / gate_pieces(), column, std::min(column + kGateColumns, g.n));
+        }
     }
+
+    static constexpr int64_t kGateColumns = 256;
 
     const Step& step_;
     const CpuDecodeStepParams& p_;

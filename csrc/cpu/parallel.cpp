@@ -121,20 +121,20 @@ void parallel_run(int64_t num_tasks, int64_t grain, int32_t num_threads,
     if (loop.error) std::rethrow_exception(loop.error);
 }
 
+void Team::release(uint32_t round) {
+    next_.store(0, std::memory_order_relaxed);
+    if (size_ == 1) return;
+    arrived_.store(0, std::memory_order_relaxed);
+    round_.store(round + 1, std::memory_order_release);
+    round_.notify_all();
+}
+
 // A step has some hundred waits of microseconds: threads spin, and sleep only where another one has
 // lost its core. The clock bounds it, because a pause takes 40 cycles on some processors and 140 on
 // others.
-void Team::wait() {
+void Team::await(uint32_t round) {
     constexpr std::chrono::microseconds kLongest(30);
     constexpr int kPauses = 32;  // 1 to 2 us between looks at the clock
-    if (size_ == 1) return next_.store(0, std::memory_order_relaxed);
-    const uint32_t round = round_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-        arrived_.store(0, std::memory_order_relaxed);
-        next_.store(0, std::memory_order_relaxed);
-        round_.store(round + 1, std::memory_order_release);
-        return round_.notify_all();
-    }
     const auto end = std::chrono::steady_clock::now() + kLongest;
     do {
         for (int i = 0; i < kPauses; ++i) {
