@@ -9,15 +9,22 @@ import inspect
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
 from bytetx.checkpoint.files import load_config
+from bytetx.checkpoint.python_tokenizers import (
+    OPTIONS,
+    PythonBackend,
+    check_options,
+    python_backend,
+    special_tokens_of,
+)
 from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, TEXT, read_bytes, read_json
 from bytetx.checkpoint.tokenizer_config import SPECIAL_TOKENS, read_tokenizer_config
 from bytetx.checkpoint.tokenizer_files import VOCABULARIES, VOCABULARY_PARTS
@@ -76,10 +83,12 @@ _PROBES = ("", "a", " The Café's 2 dogs,\tand\n中文 <s> [SEP] </s> ", "A b\u2
 
 @dataclass(frozen=True, slots=True)
 class ConvertedTokenizer:
-    """input_names: what the tokenizer's class gives a model, such as token_type_ids."""
+    """input_names: what the tokenizer's class gives a model, such as token_type_ids.
+    special_tokens: by their names, such as mask_token, also those that no file names."""
 
     backend: tokenizers.Tokenizer
     input_names: tuple[str, ...]
+    special_tokens: Mapping[str, str]
 
 
 def has_vocabulary(folder: Path) -> bool:
@@ -99,15 +108,53 @@ def convert_vocabulary(folder: Path, *, reason: str | None = None) -> ConvertedT
     cannot read the files.
     """
     why = reason or f"{folder} has no tokenizer.json"
-    config, unread = _config(folder)
+    refuse_python_class(folder, read_tokenizer_config(folder), _model_config(folder))
+
+    def read(made: Any, files: list[str], unread: set[str]) -> ConvertedTokenizer:
+        _check_class(folder, made, files, unread)
+        names = tuple(made.model_input_names)
+        return ConvertedTokenizer(made.backend_tokenizer, names, special_tokens_of(made))
+
+    return _by_transformers(folder, why, read, with_json=reason is not None)
+
+
+def convert_python_class(folder: Path, name: str) -> PythonBackend:
+    """The tokenizer of a class of python_tokenizers.OPTIONS; errors as of convert_vocabulary."""
+    check_options(folder, name)
+
+    def read(made: Any, files: list[str], unread: set[str]) -> PythonBackend:
+        if type(made).__name__ != f"{name}Tokenizer":
+            raise CheckpointError(f"it makes a {type(made).__name__} of them")
+        return python_backend(folder, name, made)
+
+    why = f"{folder} has the tokenizer {name}Tokenizer"
+    return _by_transformers(folder, why, read, more=OPTIONS[name])
+
+
+T = TypeVar("T")
+
+
+def _by_transformers(
+    folder: Path,
+    why: str,
+    read: Callable[[Any, list[str], set[str]], T],
+    *,
+    with_json: bool = False,
+    more: Sequence[str] = (),
+) -> T:
+    """What `read` makes of the tokenizer of transformers, of the names of the files that it was
+    given, and of the keys of tokenizer_config.json that it was not.
+
+    more: keys besides _KEYS that it is given.
+    """
+    config, unread = _config(folder, more)
     model = _model_config(folder)
-    refuse_python_class(folder, config, model)
     try:
         import transformers
     except ImportError as error:
         raise CheckpointError(
             f"{why}; to follow it, bytetx needs transformers: pip install transformers"
-            if reason
+            if with_json
             else f"{why}; converting its vocabulary needs transformers: pip install transformers"
         ) from error
     for where, values in (("tokenizer_config.json", config), ("config.json", model)):
@@ -119,22 +166,22 @@ def convert_vocabulary(folder: Path, *, reason: str | None = None) -> ConvertedT
             )
     with tempfile.TemporaryDirectory(prefix="bytetx-") as name:
         lone = Path(name)
-        files = _copy_vocabulary(folder, lone, with_json=reason is not None)
+        files = _copy_vocabulary(folder, lone, with_json=with_json)
         (lone / "tokenizer_config.json").write_text(json.dumps(config))
         (lone / "config.json").write_text(json.dumps(model))
         try:
-            converted = transformers.AutoTokenizer.from_pretrained(
+            made = transformers.AutoTokenizer.from_pretrained(
                 lone, local_files_only=True, trust_remote_code=False
             )
-            _check_class(folder, converted, files, unread)
+            return read(made, files, unread)
         except (CheckpointError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # also panics of the Rust code, which are no Exceptions
             raise CheckpointError(
                 f"{why}, and transformers cannot convert its vocabulary: {type(error).__name__}: "
                 f"{' '.join(str(error).split()):.300}{_sentencepiece_hint(files)}"
+                f"{_japanese_hint(error)}"
             ) from error
-    return ConvertedTokenizer(converted.backend_tokenizer, tuple(converted.model_input_names))
 
 
 def refuse_python_class(folder: Path, config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
@@ -227,7 +274,14 @@ def _sentencepiece_hint(files: list[str]) -> str:
     )
 
 
-def _config(folder: Path) -> tuple[dict[str, Any], set[str]]:
+def _japanese_hint(error: BaseException) -> str:
+    """Return which packages MeCab needs, where transformers says that one of them is missing."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    return "; run: pip install 'bytetx[japanese]', which is fugashi, unidic-lite and ipadic"
+
+
+def _config(folder: Path, more: Sequence[str] = ()) -> tuple[dict[str, Any], set[str]]:
     """(tokenizer_config.json without what is not the vocabulary's business, other keys in it)"""
     path = folder / "tokenizer_config.json"
     read_tokenizer_config(folder)  # the types of what is used later on, too
@@ -238,7 +292,7 @@ def _config(folder: Path) -> tuple[dict[str, Any], set[str]]:
             "never runs such code; give a checkpoint with tokenizer.json"
         )
     given = {key: value for key, value in content.items() if value is not None}
-    config = {key: given[key] for key in _KEYS if key in given}
+    config = {key: given[key] for key in (*_KEYS, *more) if key in given}
     # Tokens of names of a class's or the checkpoint's own are tokens, too.
     config |= {
         key: value

@@ -202,8 +202,14 @@ def common_characters(a: str, b: str) -> int:
 
 
 def state_of(part: Any) -> Mapping[str, Any] | None:
-    """A normalizer or pre-tokenizer as it stands in tokenizer.json."""
-    return None if part is None else json.loads(part.__getstate__())
+    """A normalizer or pre-tokenizer as it stands in tokenizer.json; of one that is Python code,
+    which has no such form, only that."""
+    if part is None:
+        return None
+    try:
+        return json.loads(part.__getstate__())  # type: ignore[no-any-return]
+    except Exception:  # the library has no class for it
+        return {"type": "Python"}
 
 
 def members(part: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, Any]]:

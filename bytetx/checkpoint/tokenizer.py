@@ -16,10 +16,12 @@ import tokenizers
 from tokenizers import models, normalizers
 
 from bytetx.checkpoint.convert_tokenizer import (
+    convert_python_class,
     convert_vocabulary,
     has_vocabulary,
     refuse_python_class,
 )
+from bytetx.checkpoint.python_tokenizers import OPTIONS, PythonBackend
 from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, TEXT, read_bytes, read_json
 from bytetx.checkpoint.text_prefix import PrefixFinder
 from bytetx.checkpoint.tokenizer_config import read_tokenizer_config, special_token
@@ -74,9 +76,13 @@ class Tokenizer:
         config: Mapping[str, Any],
         do_lower_case: bool = False,
         name: str = "the tokenizer",
+        python: PythonBackend | None = None,
     ):
-        """config: of read_tokenizer_config.  name: of its file, for errors."""
-        self.name = name
+        """config: of read_tokenizer_config.  name: of its file, for errors.
+
+        python: what the backend was made of, where it is partly Python code.
+        """
+        self.name, self._python = name, python
         backend.no_padding()
         # What is cut off comes back as `overflowing`: that is how a text that is too long is found.
         backend.enable_truncation(
@@ -167,7 +173,14 @@ class Tokenizer:
         return other
 
     def _copied_backend(self) -> tokenizers.Tokenizer:
-        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        if self._python is None:
+            backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        else:
+            backend = self._python.backend()
+            backend.normalizer = self.backend.normalizer
+            for token in self.backend.get_added_tokens_decoder().values():
+                add = backend.add_special_tokens if token.special else backend.add_tokens
+                add([token])  # those that a copy has already stay as they are
         backend.encode_special_tokens = self.backend.encode_special_tokens  # not in the text
         return backend
 
@@ -397,11 +410,17 @@ def load_tokenizer(
     Raises CheckpointError where its files are damaged, or need transformers and it is missing.
     """
     path, config = folder / "tokenizer.json", read_tokenizer_config(folder)
-    if path.is_file():
+    python, name = None, class_name(config, _model_config(folder))
+    if name in OPTIONS and has_vocabulary(folder):
+        python = convert_python_class(folder, name)
+        backend, input_names = python.backend(), python.input_names
+        config = {**python.special_tokens, **config}
+    elif path.is_file():
         backend, input_names = _follow_options(folder, read_backend(path), config)
     elif has_vocabulary(folder):
         converted = convert_vocabulary(folder)
         backend, input_names = converted.backend, converted.input_names
+        config = {**converted.special_tokens, **config}
         check_tokenizer(folder, backend)
     else:
         return None
@@ -423,8 +442,14 @@ def load_tokenizer(
             config=config,
             do_lower_case=do_lower_case,
             name=str(path),
+            python=python,
         ),
     )
+
+
+def _model_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    return read_json(path, {"model_type": TEXT, "tokenizer_class": TEXT}) if path.is_file() else {}
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -449,8 +474,7 @@ def _follow_options(
 
     backend: that of tokenizer.json, which nearly always is the same.
     """
-    path = folder / "config.json"
-    model = read_json(path, {"model_type": TEXT, "tokenizer_class": TEXT}) if path.is_file() else {}
+    model = _model_config(folder)
     refuse_python_class(folder, config, model)
     name = class_name(config, model)
     if config.get("auto_map"):  # a class of the checkpoint's own: nothing is known of its options

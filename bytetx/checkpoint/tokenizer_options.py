@@ -97,9 +97,9 @@ _DEFAULTS = {
 # Classes of transformers that are Python code, which tokenizer.json says nothing about.
 _PYTHON = frozenset(
     (
-        *("Bartpho", "BertGeneration", "BertJapanese", "Bertweet", "BioGpt", "BlenderbotSmall"),
+        *("Bartpho", "BertGeneration", "Bertweet", "BioGpt", "BlenderbotSmall"),
         *("ByT5", "CTRL", "Canine", "Cpm", "CpmAnt", "Esm", "FSMT", "Flaubert", "GPTSw3"),
-        *("GPTNeoXJapanese", "M2M100", "Marian", "MyT5", "Perceiver", "Phobert", "ProphetNet"),
+        *("GPTNeoXJapanese", "M2M100", "Marian", "MyT5", "Perceiver", "ProphetNet"),
         *("RoCBert", "Siglip", "Speech2Text", "SpeechT5", "Tapas", "XLM", "BertTokenizerLegacy"),
     )
 )

@@ -231,7 +231,7 @@ def check_ids(folder: Path) -> None:
 
 
 PYTHON_CLASSES = [
-    *("BertJapaneseTokenizer", "PhobertTokenizer", "BertweetTokenizer", "BertGenerationTokenizer"),
+    *("BertweetTokenizer", "BertGenerationTokenizer"),
     *("CpmTokenizer", "EsmTokenizer", "ByT5Tokenizer", "CanineTokenizer", "XLMTokenizer"),
     *("FlaubertTokenizer", "TapasTokenizer", "RoCBertTokenizer", "BertTokenizerLegacy"),
 ]
