@@ -51,10 +51,10 @@ def is_share(given: object) -> TypeGuard[float]:
     return isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given <= 1
 
 
-def check_threshold(threshold: object) -> None:
+def check_threshold(threshold: object, *, name: str = "threshold") -> None:
     """OptionError unless it is a number from 0 to 1."""
     if not is_share(threshold):
-        raise OptionError(f"threshold must be a number from 0 to 1, got {shown(threshold)}")
+        raise OptionError(f"{name} must be a number from 0 to 1, got {shown(threshold)}")
 
 
 def check_adapter_name(name: object) -> None:

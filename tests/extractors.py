@@ -12,11 +12,13 @@ from tiny import tiny_model
 _SIZE = 48  # the encoder's rows have as many features
 
 
-def save_extractor(folder: Path) -> Path:
-    """BERT with spans of at most 3 words, without an LSTM."""
+def save_extractor(folder: Path, *, relations: bool = False) -> Path:
+    """BERT with spans of at most 3 words, without an LSTM.  relations: of each pair of them."""
     folder.mkdir(parents=True)
     tokenizer = make_tokenizer("wordpiece", max_tokens=64)
-    marks = [tokenizers.AddedToken(mark, special=True) for mark in ("<<ENT>>", "<<SEP>>")]
+    marks = [
+        tokenizers.AddedToken(mark, special=True) for mark in ("<<ENT>>", "<<REL>>", "<<SEP>>")
+    ]
     tokenizer.add_tokens(marks)
     tokenizer.save_pretrained(folder)
     encoder = tiny_model("bert", vocab_size=len(tokenizer))
@@ -28,6 +30,7 @@ def save_extractor(folder: Path) -> Path:
     span = "span_rep_layer.span_rep_layer"
     parts = {f"{span}.project_start": 1, f"{span}.project_end": 1}
     parts |= {f"{span}.out_project": 2, "prompt_rep_layer": 1}
+    parts |= {"pair_rep_layer": 2} if relations else {}
     for stem, width in parts.items():
         for layer, shape in (("0", (4 * _SIZE, width * _SIZE)), ("3", (_SIZE, 4 * _SIZE))):
             weight = torch.randn(shape, generator=generator)
@@ -39,6 +42,7 @@ def save_extractor(folder: Path) -> Path:
         "hidden_size": _SIZE,
         "max_width": 3,
         "num_rnn_layers": 0,
+        "relations_layer": "none" if relations else None,
     }
     (folder / "gliner_config.json").write_text(json.dumps(config, default=str))
     return folder

@@ -75,3 +75,29 @@ def package_spans(
         [(one["start"], one["end"], one["text"], one["label"], one["score"]) for one in spans]
         for spans in found
     ]
+
+
+def package_relations(
+    model: Any, texts: list[str], labels: Any, relations: list[str], **options: Any
+) -> list[tuple[list[tuple[Any, ...]], dict[tuple[Any, ...], float]] | None]:
+    """(spans, relations) that the package extracts from each text alone; the score of a relation by
+    the ends of its head, those of its tail, and its label. None of a text on which it fails: its
+    attention takes no text without spans."""
+    results: list[tuple[list[tuple[Any, ...]], dict[tuple[Any, ...], float]] | None] = []
+    for text in texts:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                spans, related = model.inference([text], labels, relations, **options)
+            except AttributeError:
+                results.append(None)
+                continue
+        found = {}
+        for one in related[0]:
+            ends = [(one[end]["start"], one[end]["end"]) for end in ("head", "tail")]
+            if ends[0] != ends[1]:
+                found[(*ends, one["relation"])] = one["score"]
+        keys = ("start", "end", "text", "label", "score")
+        own = [tuple(one[key] for key in keys) for one in spans[0]]
+        results.append((own, found))
+    return results

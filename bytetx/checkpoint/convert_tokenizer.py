@@ -142,8 +142,8 @@ def _by_transformers(
     with_json: bool = False,
     more: Sequence[str] = (),
 ) -> T:
-    """What `read` makes of the tokenizer of transformers, of the names of the files that it was
-    given, and of the keys of tokenizer_config.json that it was not.
+    """Return what `read` makes of the tokenizer of transformers, of the names of the files that it
+    was given, and of the keys of tokenizer_config.json that it was not.
 
     more: keys besides _KEYS that it is given.
     """

@@ -41,9 +41,13 @@ _MARKERS = ("marker", "markerV0", "markerV1")
 FUSIONS = ("l2l", "t2t", "l2t", "t2l")
 _POOLING = {"first": "cls", "last": "lasttoken", "mean": "mean", "max": "max"}
 
+# How likely two spans are to have a relation, before it is asked which one.
+ADJACENCIES = ("dot", "mlp", "attention", "bilinear", "gcn", "gat")
+
 _FIELDS: dict[str, Field] = {
     "class_token_index": integer(-1),
     "embed_ent_token": FLAG,
+    "embed_rel_token": FLAG,
     "encoder_config": TABLE,
     "ent_token": TEXT,
     "fuse_layers": FLAG,
@@ -56,6 +60,8 @@ _FIELDS: dict[str, Field] = {
     "num_rnn_layers": integer(0, 64),
     "post_fusion_schema": TEXT,
     "precomputed_prompts_mode": FLAG,
+    "rel_token": TEXT,
+    "relations_layer": one_of(*ADJACENCIES, "attn", "none"),
     "represent_spans": FLAG,
     "sep_token": TEXT,
     "span_mode": TEXT,
@@ -77,7 +83,7 @@ _SCHEMA_FIELDS: dict[str, Field] = {
 # Keys of kinds of models that are not read, and what they say.
 _OTHER_KINDS = {
     "labels_decoder": "labels are generated",
-    "relations_layer": "relations are extracted",
+    "triples_layer": "triples have a scorer of their own",
     "decoder_config": "the text model is a causal one",
     "span_encoder_config": "a second encoder reads the words",
 }
@@ -89,6 +95,20 @@ class LabelsSpec:
 
     encoder: ModelSpec
     folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RelationSpec:
+    """Relations between spans: their names follow the labels, each with its marker, before a
+    second separator.
+
+    reads_label: a relation is the token behind its marker.  adjacency: one of ADJACENCIES; None
+    asks of each pair which relations it has.
+    """
+
+    marker: str
+    reads_label: bool
+    adjacency: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +136,7 @@ class ExtractionSpec:
     reads_label: bool
     labels: LabelsSpec | None = None
     fusion: tuple[tuple[str, ...], ...] = ()
+    relations: RelationSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +201,19 @@ def read_extraction(
         reads_label=not given.get("embed_ent_token", True),
         labels=labels,
         fusion=() if labels is None else _read_fusion(path, given),
+        relations=_read_relations(given),
+    )
+
+
+def _read_relations(given: Mapping[str, Any]) -> RelationSpec | None:
+    kind = given.get("relations_layer")
+    if kind is None:
+        return None
+    names = {"none": None, "attn": "attention"}
+    return RelationSpec(
+        given.get("rel_token", "<<REL>>"),
+        not given.get("embed_rel_token", True),
+        names.get(kind, kind),
     )
 
 

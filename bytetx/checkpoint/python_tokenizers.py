@@ -19,7 +19,7 @@ from bytetx.errors import CheckpointError
 
 # PhoBERT's words.
 _WORDS = re.compile(r"\S+\n?")
-_SUFFIX = "</w>"  # of a word's last character, in PhoBERT's merges
+_SUFFIX = "</w>"  # ends the last character of a word in PhoBERT's merges
 _NONE = "\0"  # in no token
 # By class: the names of tokenizer_config.json that its constructor takes.
 OPTIONS: Mapping[str, Sequence[str]] = {
@@ -36,7 +36,7 @@ Piece = tuple[str, int, int]
 
 
 class WordSplitter(Protocol):
-    """What tokenizers calls of a pre-tokenizer that is Python code."""
+    """A pre-tokenizer that is Python code, as tokenizers calls it."""
 
     def pre_tokenize(self, text: tokenizers.PreTokenizedString) -> None: ...
 
@@ -163,6 +163,7 @@ class _Splitter:
     ) -> tokenizers.NormalizedString:
         """The token, with the place of its characters."""
         own = text[min(start, stop - 1) : stop] if stop else text[:1]
+        assert own is not None  # it lies in the text
         found = str(own.normalized)
         is_unknown = token == self.unknown or token not in self.vocabulary
         if is_unknown and found not in self.vocabulary:

@@ -411,6 +411,7 @@ def load_tokenizer(
     """
     path, config = folder / "tokenizer.json", read_tokenizer_config(folder)
     python, name = None, class_name(config, _model_config(folder))
+    input_names: Sequence[str] | None
     if name in OPTIONS and has_vocabulary(folder):
         python = convert_python_class(folder, name)
         backend, input_names = python.backend(), python.input_names

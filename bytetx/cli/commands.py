@@ -19,7 +19,14 @@ from bytetx.cli.files.options import (
     FAMILIES_HELP,
     GENERATION_CONFIG_HELP,
     KV_CACHE_DTYPE_HELP,
+    AdjacencyThreshold,
     JobOptions,
+    Labels,
+    MultiLabel,
+    Nested,
+    Relations,
+    RelationThreshold,
+    SpanThreshold,
     with_job_options,
 )
 from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError, shown
@@ -345,18 +352,13 @@ def tag(
 @with_job_options
 def extract(
     options: JobOptions,
-    label: Annotated[
-        list[str], typer.Option("--label", help="What is looked for; give it for each label.")
-    ],
-    threshold: Annotated[
-        float, typer.Option(min=0, max=1, help="Spans with a higher score are extracted.")
-    ] = 0.5,
-    nested: Annotated[
-        bool, typer.Option("--nested", help="Spans may lie inside one another.")
-    ] = False,
-    multi_label: Annotated[
-        bool, typer.Option("--multi-label", help="One span may have several labels.")
-    ] = False,
+    label: Labels,
+    threshold: SpanThreshold = 0.5,
+    nested: Nested = False,
+    multi_label: MultiLabel = False,
+    relation: Relations = None,
+    relation_threshold: RelationThreshold = None,
+    adjacency_threshold: AdjacencyThreshold = None,
 ) -> None:
     """Spans of each text that have one of the labels (GLiNER), with character offsets."""
     from bytetx.cli.files.command import run_text_job
@@ -367,6 +369,9 @@ def extract(
         "threshold": threshold,
         "nested": nested,
         "multi_label": multi_label,
+        "relations": relation or [],
+        "relation_threshold": relation_threshold,
+        "adjacency_threshold": adjacency_threshold,
         "truncate": options.truncate,
     }
     run_text_job(options, list_task("extract", given))
@@ -393,8 +398,8 @@ def fill_schema(
     from bytetx.cli.files.command import run_text_job
     from bytetx.cli.files.tasks import fill_schema_task, read_schema_file
 
-    given = {"schema": read_schema_file(schema), "threshold": threshold}
-    run_text_job(options, fill_schema_task(given | {"truncate": options.truncate}))
+    given = {"schema": read_schema_file(schema), "truncate": options.truncate}
+    run_text_job(options, fill_schema_task(given | {"threshold": threshold}))
 
 
 @app.command()

@@ -22,6 +22,7 @@ from bytetx.nn.label_encoder import (
     load_fusion,
     load_labels_encoder,
 )
+from bytetx.nn.relations import Perceptron, RelationScorer, load_relations
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.linear import LinearWeight, linear
 
@@ -30,17 +31,6 @@ _BLOCK_ELEMENTS = 1 << 20
 # Features of a hidden layer for each of its input; "marker" alone has fewer.
 _EXPANSION = 4
 _STEM = "span_rep_layer.span_rep_layer"
-
-
-@dataclass(frozen=True, slots=True)
-class Perceptron:
-    """Two linear layers with a ReLU between."""
-
-    up: LinearWeight
-    down: LinearWeight
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(linear(x, self.up, activation="relu"), self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +133,20 @@ class SpanScorer:
         first = linear(torch.relu(self.starts(words)), self.first)
         return first, linear(torch.relu(self.ends(words)), self.second)
 
+    def represent(
+        self, words: torch.Tensor, starts: torch.Tensor, stops: torch.Tensor
+    ) -> torch.Tensor:
+        """f32 [num_spans, hidden_size], what labels are multiplied with.
+
+        words: f32 [n, hidden_size], of one text.  starts, stops: int64 [num_spans], the first and
+        the last words of spans.
+        """
+        first, second = self.halves(words)
+        if self.mean is not None:
+            first = first + linear(torch.relu(words.mean(dim=0, keepdim=True)), self.mean)
+        spans = first[starts] + second[stops]
+        return spans if self.out is None else linear(spans.relu_(), self.out)
+
     def wide(self, labels: torch.Tensor) -> torch.Tensor | None:
         """Labels multiplied by the last layer."""
         return None if self.folded is None else linear(labels, self.folded)
@@ -209,7 +213,8 @@ class WordScorer:
 
     words, labels: to two parts each, of which the second ones are multiplied.  first, label_part,
     product: of the words' first part, of the labels' and of the product, thirds of one linear
-    layer.  out: [3, 4 * hidden_size].
+    layer.  out: [3, 4 * hidden_size].  prompts: of the labels' rows before all this; None takes
+    them as they are.
     """
 
     words: LinearWeight
@@ -218,6 +223,7 @@ class WordScorer:
     label_part: LinearWeight
     product: LinearWeight
     out: LinearWeight
+    prompts: Perceptron | None = None
 
     def rows_of(self, num_words: int) -> int:
         """Rows of scores of a text: of its words, each with starts, ends and insides."""
@@ -229,7 +235,9 @@ class WordScorer:
         """As SpanScorer; of each word three rows: as a start, as an end, inside."""
         num_texts, num_labels, size = labels.shape
         own, other = linear(words, self.words).split(size, dim=1)
-        named, factors = linear(labels.reshape(-1, size), self.labels).split(size, dim=1)
+        given = labels.reshape(-1, size)
+        given = given if self.prompts is None else self.prompts(given)
+        named, factors = linear(given, self.labels).split(size, dim=1)
         first = linear(own.contiguous(), self.first)
         label_part = linear(named.contiguous(), self.label_part).view(num_texts, num_labels, -1)
         factors = factors.reshape(num_texts, num_labels, size)
@@ -254,7 +262,7 @@ class WordScorer:
 class ExtractionHead:
     """A GLiNER head. projection: of the encoder's rows, where their size is another one.
 
-    labels: the encoder of these, where they have one of their own.
+    labels: the encoder of these, where they have one of their own.  relations: between spans.
     """
 
     spec: ExtractionSpec
@@ -263,6 +271,7 @@ class ExtractionHead:
     scorer: SpanScorer | WordScorer
     labels: LabelEncoder | None = None
     fusion: tuple[FusionLayer, ...] = ()
+    relations: RelationScorer | None = None
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
         """The encoder's rows [n, in_features] -> f32 [n, hidden_size]."""
@@ -270,10 +279,10 @@ class ExtractionHead:
         return rows if self.projection is None else linear(rows, self.projection)
 
     @torch.inference_mode()
-    def forward(
+    def read(
         self, words: torch.Tensor, labels: torch.Tensor, num_words: Sequence[int]
-    ) -> torch.Tensor:
-        """Scores before the sigmoid, f32 [total_rows, num_labels]: each text has scorer.rows_of.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Words and labels as `scorer` takes them, which gives scores before the sigmoid.
 
         words: f32 [total_words, hidden_size], of the words of each text.
         labels: f32 [num_texts, num_labels, hidden_size], or of one text where all have the same.
@@ -286,7 +295,7 @@ class ExtractionHead:
             labels = torch.stack([pair[1] for pair in fused])
         if self.lstm is not None:
             words = self.lstm(words, num_words)
-        return self.scorer(words, labels, num_words)
+        return words, labels
 
 
 def load_extraction(spec: ExtractionSpec, load: TensorLoader, encoder: ModelSpec) -> ExtractionHead:
@@ -304,7 +313,11 @@ def load_extraction(spec: ExtractionSpec, load: TensorLoader, encoder: ModelSpec
     is_span = spec.max_width is not None
     scorer = _load_span_scorer(spec, load) if is_span else _load_word_scorer(spec, load)
     fusion = load_fusion(spec, load, num_heads=encoder.num_heads)
-    return ExtractionHead(spec, projection, lstm, scorer, labels, fusion)
+    relations = None
+    if spec.relations is not None:
+        spans = scorer if isinstance(scorer, SpanScorer) else _load_span_scorer(spec, load)
+        relations = load_relations(spec.relations, load, spec.hidden_size, spans.represent)
+    return ExtractionHead(spec, projection, lstm, scorer, labels, fusion, relations)
 
 
 def _load_lstm(spec: ExtractionSpec, load: TensorLoader) -> WordLstm:
@@ -335,14 +348,14 @@ def _perceptron(
 
 
 def _load_span_scorer(spec: ExtractionSpec, load: TensorLoader) -> SpanScorer:
-    assert spec.max_width is not None
+    """That of spans, or what represents those of a model that scores words."""
     labels = _perceptron(load, "prompt_rep_layer", spec.hidden_size)
     return load_span_scorer(
         load,
         _STEM,
         size=spec.hidden_size,
-        markers=spec.markers,
-        max_width=spec.max_width,
+        markers="markerV0" if spec.max_width is None else spec.markers,
+        max_width=spec.max_width or 1,
         labels=labels,
     )
 
@@ -394,6 +407,7 @@ def _load_word_scorer(spec: ExtractionSpec, load: TensorLoader) -> WordScorer:
         label_part,
         product,
         load.linear("scorer.out_mlp.3", 3, hidden),
+        None if spec.relations is None else _perceptron(load, "prompt_rep_layer", size),
     )
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from bytetx.checkpoint.extraction import SchemaSpec
-from bytetx.nn.extraction import Perceptron, SpanScorer, load_span_scorer
+from bytetx.nn.extraction import SpanScorer, load_span_scorer
+from bytetx.nn.relations import Perceptron
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.norm import layer_norm

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class LabelPrompt:
     before, behind: int32 token ids.  labels: int64 [num_labels], the token of each label.
     apart: int32 token ids of each label, where labels have an encoder of their own; labels is empty
     then.
+    relations: int64, the token of each relation.
     words: int64, how many tokens each word has that is read with those of every text; they are the
     last ones of `before`.
     """
@@ -45,6 +46,7 @@ class LabelPrompt:
     behind: np.ndarray
     labels: np.ndarray
     apart: tuple[np.ndarray, ...] = ()
+    relations: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     words: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @property
@@ -54,7 +56,8 @@ class LabelPrompt:
     @property
     def key(self) -> bytes:
         """Equal for prompts that are read as the same."""
-        parts = (self.before, *(x.astype(np.int32) for x in (self.labels, self.words)), *self.apart)
+        places = (self.labels, self.relations, self.words)
+        parts = (self.before, *(x.astype(np.int32) for x in places), *self.apart)
         lengths = np.array([len(part) for part in parts], dtype=np.int32)
         return b"".join(part.tobytes() for part in (lengths, *parts))
 
@@ -64,31 +67,42 @@ class LabelPrompt:
 
 
 def label_prompt(
-    spec: ExtractionSpec, tokenizer: Tokenizer, labels: Sequence[str], *, most: int
+    spec: ExtractionSpec,
+    tokenizer: Tokenizer,
+    labels: Sequence[str],
+    relations: Sequence[str] = (),
+    *,
+    most: int,
 ) -> LabelPrompt:
-    """The prompt of some labels, each with its marker.
+    """The prompt of some labels, and of relations between their spans, each with its marker.
 
     most: tokens that a text may have.
-    Raises CheckpointError where the tokenizer lacks the marker, TooLongError for too many labels.
+    Raises CheckpointError where the tokenizer lacks a marker, TooLongError for too many labels.
     """
     before, behind = frame(tokenizer)
-    marker = tokenizer.backend.token_to_id(spec.marker)
-    if marker is None:
-        raise CheckpointError(
-            f"{tokenizer.name} has no token {spec.marker!r:.120}, which marks labels; save the "
-            "model again with the gliner package"
-        )
-    words = tokenizer.encode_all_plain([*labels, spec.separator])
-    rows = []
-    for word in words[:-1]:
-        rows.append(len(before) + spec.reads_label)
-        before += [marker, *word]
-    before += words[-1]
+    parts = [(spec.marker, spec.reads_label, labels)]
+    if spec.relations is not None:
+        parts.append((spec.relations.marker, spec.relations.reads_label, relations))
+    places: list[np.ndarray] = []
+    for mark, reads_label, names in parts:
+        marker = tokenizer.backend.token_to_id(mark)
+        if marker is None:
+            raise CheckpointError(
+                f"{tokenizer.name} has no token {mark!r:.120}, which marks labels; save the "
+                "model again with the gliner package"
+            )
+        words = tokenizer.encode_all_plain([*names, spec.separator])
+        rows = []
+        for word in words[:-1]:
+            rows.append(len(before) + reads_label)
+            before += [marker, *word]
+        before += words[-1]
+        places.append(np.array(rows, dtype=np.int64))
     prompt = LabelPrompt(
-        np.array(before, dtype=np.int32),
-        np.array(behind, dtype=np.int32),
-        np.array(rows, dtype=np.int64),
+        np.array(before, dtype=np.int32), np.array(behind, dtype=np.int32), places[0]
     )
+    if spec.relations is not None:
+        prompt = replace(prompt, relations=places[1])
     if prompt.num_tokens >= most:
         raise TooLongError(
             f"labels have {prompt.num_tokens} tokens, and the model takes {most} with those of a "

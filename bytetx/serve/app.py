@@ -20,6 +20,7 @@ from bytetx.serve import (
     routes_tei,
     routes_vllm,
     schemas,
+    schemas_extract,
     schemas_pooling,
 )
 from bytetx.serve.errors import style_of
@@ -83,8 +84,8 @@ ROUTES: Mapping[tuple[str, str], Route] = dict(
         _post("/embed_sparse", routes_tei.embed_sparse, schemas.EmbedSparseRequest),
         _post("/predict", routes_tei.predict, schemas.PredictRequest),
         _post("/predict_tokens", routes_tei.predict_tokens, schemas.PredictTokensRequest),
-        _post("/extract", routes_tei.extract, schemas.ExtractRequest),
-        _post("/fill_schema", routes_tei.fill_schema, schemas.FillSchemaRequest),
+        _post("/extract", routes_tei.extract, schemas_extract.ExtractRequest),
+        _post("/fill_schema", routes_tei.fill_schema, schemas_extract.FillSchemaRequest),
         _post("/rerank", routes_tei.rerank, schemas.RerankRequest),
         _post("/similarity", routes_tei.similarity, schemas.SimilarityRequest),
         _post("/tokenize", routes_tei.tokenize, schemas.TokenizeRequest),

@@ -390,7 +390,7 @@ def _tag_outcome(result: Results[Any]) -> Outcome:
 
 
 async def _extract(served: ServedModel, call: Call) -> Outcome:
-    """rows: for each text [{start, end, text, label, score}, ...]"""
+    """rows: for each text [{start, end, text, label, score, relations}, ...]"""
     result = await served.model.extract(call.inputs, **call.options)
     return Outcome(_timings(result.stats), await asyncio.to_thread(_as_json, list(result)))
 

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import orjson
@@ -28,9 +29,7 @@ from bytetx.serve.schemas import (
     EmbedAllRequest,
     EmbedRequest,
     EmbedSparseRequest,
-    ExtractRequest,
     Fields,
-    FillSchemaRequest,
     PredictRequest,
     PredictTokensRequest,
     RerankRequest,
@@ -38,6 +37,7 @@ from bytetx.serve.schemas import (
     TokenizeRequest,
     VertexRequest,
 )
+from bytetx.serve.schemas_extract import ExtractRequest, FillSchemaRequest
 from bytetx.serve.site import need_task
 
 _MAX_INLINE_ROWS = 4096  # entries of an answer that are made in the event loop
@@ -203,13 +203,14 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
 
 
 async def extract(body: ExtractRequest, exchange: Exchange) -> Response:
-    """Spans of each text with their labels and scores, in the order of the text."""
+    """Spans of each text with their labels and scores, in the order of the text, and with their
+    relations where the body names some."""
     facts = _model(exchange, body.model, "extract")
     check_batch(exchange, body.texts, field="texts")
     labels = body.labels
     read = list(labels.values()) if isinstance(labels, dict) else labels
     # The model reads the labels with each text.
-    characters = count_read_characters(body.texts, read)
+    characters = count_read_characters(body.texts, [*read, *body.relations])
     check_characters(exchange, characters, field="texts", shared="labels")
     outcome = await run(
         exchange,
@@ -220,8 +221,14 @@ async def extract(body: ExtractRequest, exchange: Exchange) -> Response:
         threshold=body.threshold,
         nested=body.nested,
         multi_label=body.multi_label,
+        relations=body.relations,
+        relation_threshold=body.relation_threshold,
+        adjacency_threshold=body.adjacency_threshold,
         truncate=truncates(exchange, body.truncate),
     )
+    if not body.relations:
+        for span in chain.from_iterable(outcome.rows):
+            del span["relations"]
     return json_answer(exchange, outcome.rows, num_characters=characters)
 
 

@@ -385,7 +385,7 @@ _CHATS = {
 }
 
 # One error is told; to collect those of a million entries takes seconds.
-_List = Annotated[list[T], Field(fail_fast=True)]
+ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
 class Request(Fields):
@@ -429,7 +429,6 @@ class _TeiRequest(Request):
         return self.truncation_direction in ("Left", "left")
 
 
-MAX_LABELS = 1024  # in one body of /extract, each of which is scored with every span
 MAX_QUESTIONS = 64  # in one body, as transformers serve has it
 _State = str | dict[str, Any] | list[Any]
 _Questions = Annotated[dict[str, Any], Field(min_length=1, max_length=MAX_QUESTIONS)]
@@ -445,8 +444,8 @@ class SystemOneRequest(OpenRequest):
 
 
 class DecisionsRequest(OpenRequest):
-    input: str | _List[dict[str, Any]] | None = Field(None, description="A text, or messages.")
-    questions: Annotated[_List[dict[str, Any]], Field(max_length=MAX_QUESTIONS)] | _Questions = (
+    input: str | ListOf[dict[str, Any]] | None = Field(None, description="A text, or messages.")
+    questions: Annotated[ListOf[dict[str, Any]], Field(max_length=MAX_QUESTIONS)] | _Questions = (
         Field(description='{"type": "predicate", "choice" or "score", "name", "instructions", ...}')
     )
     state: _State | None = Field(None, description="In place of input, as for /v1/systemone.")
@@ -456,7 +455,7 @@ class DecisionsRequest(OpenRequest):
 
 class TaskRequest(Request):
     task: str = Field(description="A task of GET /info, such as score.")
-    texts: _List[str | _List[int] | tuple[str, str]] = Field(
+    texts: ListOf[str | ListOf[int] | tuple[str, str]] = Field(
         description="Texts, pairs of texts, or token ids."
     )
     options: OrNull[dict[str, Any]] = Field({}, description="Those of the task's Python method.")
@@ -473,7 +472,7 @@ class LoadAdapterRequest(UnloadAdapterRequest):
 
 
 # Of all texts, or of each.
-TaskName = str | _List[str | None]
+TaskName = str | ListOf[str | None]
 
 
 class EmbedRequest(_TeiRequest):
@@ -509,40 +508,15 @@ class PredictTokensRequest(_TeiRequest):
     stride: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Cut long texts into chunks that share so many tokens."
     )
-    ignore_labels: OrNull[_List[str]] = ["O"]
+    ignore_labels: OrNull[ListOf[str]] = ["O"]
     decoding: OrNull[Literal["auto", "argmax", "viterbi"]] = Field(
         "auto", description="Not TEI's: the likeliest tag of each token, or sequence of tags."
     )
 
 
-class ExtractRequest(Request):
-    texts: _List[str]
-    labels: (
-        Annotated[_List[str], Field(max_length=MAX_LABELS)]
-        | Annotated[dict[str, str], Field(max_length=MAX_LABELS)]
-    ) = Field(description="What is looked for, or a table with a description of each label.")
-    threshold: OrNull[Annotated[float, Field(ge=0, le=1)]] = 0.5
-    nested: OrNull[bool] = False
-    multi_label: OrNull[bool] = False
-    truncate: bool | None = Field(None, description="Cut long texts; the server's --auto-truncate.")
-    model: str | None = Field(None, description="A served model; the first one.")
-
-
-class FillSchemaRequest(Request):
-    texts: _List[str]
-    schema_: dict[str, Any] = Field(
-        alias="schema",
-        description="Tables entities, structures, relations and classifications, as of Python's "
-        "fill_schema.",
-    )
-    threshold: OrNull[Annotated[float, Field(ge=0, le=1)]] = 0.5
-    truncate: bool | None = Field(None, description="Cut long texts; the server's --auto-truncate.")
-    model: str | None = Field(None, description="A served model; the first one.")
-
-
 class RerankRequest(_TeiRequest):
     query: str
-    texts: _List[str]
+    texts: ListOf[str]
     raw_scores: OrNull[bool] = False
     return_text: OrNull[bool] = False
     instruction: str | None = Field(
@@ -552,7 +526,7 @@ class RerankRequest(_TeiRequest):
 
 class SimilarityInput(Request):
     source_sentence: str
-    sentences: _List[str]
+    sentences: ListOf[str]
 
 
 class SimilarityParameters(_TeiRequest):
@@ -625,7 +599,7 @@ class _GenerationRequest(OpenRequest):
     frequency_penalty: float | None = 0.0
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | _List[str] | None = None
+    stop: str | ListOf[str] | None = None
     stream: OrNull[bool] = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -633,7 +607,7 @@ class _GenerationRequest(OpenRequest):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: _List[int] | None = None
+    stop_token_ids: ListOf[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

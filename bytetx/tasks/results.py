@@ -59,10 +59,23 @@ class Entity:
 
 
 @dataclass(frozen=True, slots=True)
+class SpanRelation:
+    """A relation of a span to another one.
+
+    tail: the place of the other span in the list of the text's spans.  score: from 0 to 1.
+    """
+
+    label: str
+    tail: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExtractedSpan:
     """A span of a text that has a label.
 
-    start, end: characters of the text.  score: from 0 to 1.
+    start, end: characters of the text.  score: from 0 to 1.  relations: of which it is the head,
+    the likeliest first.
     """
 
     start: int
@@ -70,6 +83,7 @@ class ExtractedSpan:
     text: str
     label: str
     score: float
+    relations: tuple[SpanRelation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

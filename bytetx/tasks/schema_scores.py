@@ -132,7 +132,7 @@ class SchemaTask(Generic[R]):
         if not num_texts:
             none = torch.empty((0, len(schema.groups)))
             return none.view(-1), none.long(), none, none
-        labels = read_labels(self.head, self.prompt, hidden_states, found.starts)
+        labels = read_labels(self.head, self.prompt.labels, hidden_states, found.starts)
         sizes = [1 + len(group.fields) for group in schema.groups]
         sizes += [1 + len(one.labels) for one in schema.classifications]
         parts = labels.split(sizes, dim=1)

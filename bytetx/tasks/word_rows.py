@@ -51,12 +51,15 @@ def read_words(
 
 
 def read_labels(
-    head: Head, prompt: LabelPrompt, hidden_states: torch.Tensor, starts: np.ndarray
+    head: Head, places: np.ndarray, hidden_states: torch.Tensor, starts: np.ndarray
 ) -> torch.Tensor:
-    """f32 [num_texts, num_labels, hidden_size].  starts: the first token of each text."""
-    rows = (starts[:, None] + prompt.labels).ravel()
+    """f32 [num_texts, num_labels, hidden_size].
+
+    places: tokens of a prompt, such as those of its labels.  starts: the first token of each text.
+    """
+    rows = (starts[:, None] + places).ravel()
     found = head.project(hidden_states[_on(rows, hidden_states)])
-    return found.view(len(starts), len(prompt.labels), -1)
+    return found.view(len(starts), len(places), -1)
 
 
 def _pool(

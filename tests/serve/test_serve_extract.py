@@ -1,11 +1,15 @@
 """POST /extract: spans of texts with the labels of the request."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from extractors import save_extractor
 from serving import InProcess
 
 import bytetx
+from bytetx.serve.loading import load_models
+from bytetx.serve.settings import ServeSettings, model_sources
 
 
 @pytest.mark.feature("Server", "`/extract`: spans with the labels of the request")
@@ -27,6 +31,26 @@ def test_spans_are_those_of_the_model(in_process: InProcess, checkpoints: dict[s
     assert in_process.post("/", body).json() == answer.json()
     described = in_process.post("/extract", body | {"labels": {"x": "a thing"}})
     assert described.status_code == 200
+
+
+def test_relations_are_those_of_the_model(in_process: InProcess, tmp_path: Path) -> None:
+    folder = save_extractor(tmp_path / "model", relations=True)
+    settings = ServeSettings(model_sources([f"related={folder}"]), device="cpu")
+    one, model = InProcess(settings, load_models(settings)), bytetx.load(folder)
+    given = {"threshold": 0.2, "relation_threshold": 0.1, "adjacency_threshold": 0.3}
+    body = {"texts": ["Angela met Zaphod", ""], "labels": ["x"], "relations": ["a", "b"], **given}
+    answer = one.post("/extract", body)
+    assert answer.status_code == 200, answer.text
+    wanted = model.extract(body["texts"], ["x"], relations=["a", "b"], **given)
+    assert [[asdict(span) for span in spans] for spans in wanted] == [
+        [span | {"relations": tuple(span["relations"])} for span in spans]
+        for spans in answer.json()
+    ]
+    assert answer.json()[0][0]["relations"]
+    for wrong in ({"relations": "a"}, {"relation_threshold": 2}, {"relations": [1]}):
+        assert one.post("/extract", body | wrong).status_code == 422
+    none = in_process.post("/extract", body | {"model": "extractor"})
+    assert none.status_code >= 400 and "no head for relations" in none.text
 
 
 @pytest.mark.feature("Server", "`/fill_schema`: what a schema asks for, from each text")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import edit_json, save_checkpoint
 from cli_runs import Bytetx, bytetx
 from extractors import save_extractor
 from safetensors.torch import load_file, save_file
@@ -284,3 +284,90 @@ def test_the_command_writes_spans(bytetx: Bytetx, folder: Path, model: package.M
     wanted = model.extract(["Angela met Zaphod"], ["x"], threshold=0, nested=True)[0]
     first = ran.rows[0]["spans"]
     assert [(one["start"], one["end"], one["text"], one["label"]) for one in first] == _rows(wanted)
+
+
+RELATIONS = ["works for", "near"]
+_WIDE = {"span_mode": "markerV1", "hidden_size": 48}
+_WORDS = {"span_mode": "token_level"}
+RELATED: list[tuple[str, dict[str, Any]]] = [
+    ("deberta-v2", {"relations_layer": "none"}),
+    ("bert", {"relations_layer": "dot", "embed_rel_token": False, "hidden_size": 16}),
+    ("deberta-v2", {"relations_layer": "mlp", **_WIDE}),
+    ("bert", {"relations_layer": "bilinear", "span_mode": "marker", "subtoken_pooling": "mean"}),
+    ("deberta-v2", {"relations_layer": "attn", **_WIDE}),
+    ("deberta-v2", {"relations_layer": "gcn", **_WORDS}),
+    ("deberta-v2", {"relations_layer": "gat", **_WIDE}),
+    ("deberta-v2", {"relations_layer": "none", **_WORDS}),
+    ("deberta-v2", {"relations_layer": "mlp", "num_rnn_layers": 0, **_WORDS}),
+]
+
+
+def _related(text: list[ExtractedSpan]) -> dict[tuple[Any, ...], float]:
+    return {
+        ((one.start, one.end), (text[own.tail].start, text[own.tail].end), own.label): own.score
+        for one in text
+        for own in one.relations
+    }
+
+
+@pytest.mark.feature("Tasks", "`extract`: relations between spans (GLiNER relex)")
+@pytest.mark.parametrize(("family", "config"), RELATED, ids=str)
+def test_relations_are_those_of_gliner(family: str, config: dict[str, Any], tmp_path: Path) -> None:
+    oracle = pytest.importorskip("gliner_models", reason="needs the gliner package")
+    theirs = oracle.save_gliner(tmp_path, family, **config)
+    ours, count = package.load(tmp_path), 0
+    texts = [*oracle.TEXTS[:3], "   ", "One", "Merkel, Zaphod; e-mail_x (nested [brackets])"]
+    limits = {"threshold": 0.3, "relation_threshold": 0.1, "adjacency_threshold": 0.02}
+    for nested, given in ((False, {"threshold": 0.45}), (False, limits), (True, limits)):
+        found = ours.extract(texts, LABELS, relations=RELATIONS, nested=nested, **given)
+        wanted = oracle.package_relations(
+            theirs, texts, LABELS, RELATIONS, flat_ner=not nested, **given
+        )
+        for one, expected in zip(found, wanted, strict=True):
+            if expected is None:
+                continue
+            spans, relations = expected
+            assert _rows(one) == [span[:4] for span in spans]
+            own = _related(one)
+            assert own.keys() == relations.keys()
+            count += len(own)
+            for key, score in own.items():
+                assert abs(score - relations[key]) < 1e-4
+    assert count
+    plain = ours.extract(texts, LABELS, threshold=0.45)
+    spans = oracle.package_relations(theirs, texts, LABELS, [], threshold=0.45)
+    for one, expected in zip(plain, spans, strict=True):
+        assert expected is None or _rows(one) == [span[:4] for span in expected[0]]
+    together = ours.extract(texts * 2, LABELS, relations=RELATIONS, threshold=0.45)
+    for text, one in zip(texts * 2, together, strict=True):
+        [alone] = ours.extract([text], LABELS, relations=RELATIONS, threshold=0.45)
+        assert _rows(alone) == _rows(one)
+        assert _related(alone) == pytest.approx(_related(one), abs=1e-5)
+
+
+def test_relations_that_are_refused(
+    model: package.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytetx: Bytetx
+) -> None:
+    with pytest.raises(InputError, match="no head for relations"):
+        model.extract(["a fox"], LABELS, relations=RELATIONS)
+    for wrong in ("near", [1], ["\ud800"], 3):
+        with pytest.raises(InputError, match="relations"):
+            model.extract(["a fox"], LABELS, relations=wrong)  # type: ignore[arg-type]
+    for name in ("relation_threshold", "adjacency_threshold"):
+        with pytest.raises(OptionError, match=name):
+            model.extract(["a fox"], LABELS, **{name: 2})
+    oracle = pytest.importorskip("gliner_models", reason="needs the gliner package")
+    oracle.save_gliner(tmp_path / "a", relations_layer="dot")
+    edit_json(tmp_path / "a" / "gliner_config.json", triples_layer="distmult")
+    with pytest.raises(CheckpointError, match="triples_layer"):
+        package.load(tmp_path / "a")
+    oracle.save_gliner(tmp_path / "b", relations_layer="none")
+    related = package.load(tmp_path / "b")
+    monkeypatch.setattr("bytetx.tasks.extract._MOST_RELATIONS", 3)
+    spans = related.extract([LONG], LABELS, relations=RELATIONS, threshold=0)[0]
+    assert len(_related(spans)) == 3
+    Path("t.jsonl").write_text(json.dumps({"text": LONG}) + "\n")
+    options = ["--label", "person", "--relation", "near", "--threshold", "0"]
+    ran = bytetx("extract", "t.jsonl", "-m", tmp_path / "b", *options)
+    assert ran.code == 0, ran.err
+    assert {"label", "tail", "score"} == set(ran.rows[0]["spans"][0]["relations"][0])

@@ -33,6 +33,29 @@ FAMILIES_HELP = (
 _MODEL, _RUN, _OUTPUT = "Model", "Input and run", "Output"
 
 
+# Options of `bytetx extract`.
+Labels = Annotated[
+    list[str], typer.Option("--label", help="What is looked for; give it for each label.")
+]
+SpanThreshold = Annotated[
+    float, typer.Option(min=0, max=1, help="Spans with a higher score are extracted.")
+]
+Nested = Annotated[bool, typer.Option("--nested", help="Spans may lie inside one another.")]
+MultiLabel = Annotated[
+    bool, typer.Option("--multi-label", help="One span may have several labels.")
+]
+Relations = Annotated[
+    list[str] | None,
+    typer.Option("--relation", help="What is looked for between spans; give it for each relation."),
+]
+RelationThreshold = Annotated[
+    float | None, typer.Option(min=0, max=1, help="That of relations; else --threshold.")
+]
+AdjacencyThreshold = Annotated[
+    float | None, typer.Option(min=0, max=1, help="That of pairs of spans; else --threshold.")
+]
+
+
 @dataclass(frozen=True, slots=True)
 class JobOptions:
     """Options of one batch command, as given; each field's annotation is its help text."""

@@ -144,12 +144,17 @@ def list_task(method: str, options: dict[str, Any]) -> JobTask:
     options: keyword arguments of the Model's method.
     """
     key, fields = _LISTS[method]
+    if options.get("relations"):
+        relation: dict[str, ColumnType] = {"label": "string", "tail": "int64", "score": "float64"}
+        fields = {**fields, "relations": [relation]}
     if options.get("aggregation") == "none":  # tokens, not groups of them
         fields = {**_TOKENS, "word": "string", **_SPAN}
     attributes = {field: "entity" if field == "entity_group" else field for field in fields}
 
     def to_json(answer: Any) -> str:
-        records = [{f: getattr(item, own) for f, own in attributes.items()} for item in answer]
+        records = [
+            {f: _plain(getattr(item, own)) for f, own in attributes.items()} for item in answer
+        ]
         return _json({key: records})
 
     def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
@@ -158,6 +163,10 @@ def list_task(method: str, options: dict[str, Any]) -> JobTask:
         return _streaming(run, options), _line_encoder(to_json, suffix)
 
     return JobTask(method.replace("_", "-"), options, {key: [dict(fields)]}, open_task)
+
+
+def _plain(value: Any) -> Any:
+    return list(map(asdict, value)) if isinstance(value, tuple) else value
 
 
 def score_task(options: dict[str, Any]) -> JobTask:
