@@ -62,9 +62,10 @@ class ExtractOptions(TextOptions):
             if getattr(self, name) is not None:
                 check_threshold(getattr(self, name), name=name)
 
-    def limit_of(self, name: Literal["relation_threshold", "adjacency_threshold"]) -> np.float32:
+    def limit_of(self, name: Literal["relation_threshold", "adjacency_threshold"]) -> float:
+        """As f32, in which scores are compared."""
         own = getattr(self, name)
-        return np.float32(self.threshold if own is None else own)
+        return float(np.float32(self.threshold if own is None else own))
 
 
 Labels = Sequence[str] | Mapping[str, str]
@@ -140,7 +141,7 @@ def _checked_relations(head: ExtractionHead | SchemaHead, given: Sequence[str]) 
             "a GLiNER2 model reads relations in a schema; use fill_schema with "
             '{"entities": [...], "relations": [...]}'
         )
-    if given and head.relations is None:
+    if given and not isinstance(head, SchemaHead) and head.relations is None:
         raise InputError(
             "this checkpoint has no head for relations; leave them out, or load a model of "
             "GLiNER's relation extraction (relex)"
@@ -243,7 +244,7 @@ class ExtractTask:
         logits = scorer.scores(spans[kept], names)
         chances = torch.sigmoid(logits)
         is_found = is_pair[:, :, None] & (chances > self.options.limit_of("relation_threshold"))
-        found = is_found.nonzero()  # [n, 3]
+        found = torch.nonzero(is_found)  # [n, 3]
         values = chances[is_found]
         if len(values) > _MOST_RELATIONS:
             values, best = values.topk(_MOST_RELATIONS)
@@ -291,8 +292,8 @@ class ExtractTask:
         for text, head, tail, label, score in rows[np.argsort(-rows[:, 4], kind="stable")].tolist():
             own = SpanRelation(self.relations[int(label)], int(tail), score)
             related.setdefault((int(texts[int(text)]), int(head)), []).append(own)
-        for (text, head), own in related.items():
-            results[text][head] = replace(results[text][head], relations=tuple(own))
+        for (text, head), every in related.items():
+            results[text][head] = replace(results[text][head], relations=tuple(every))
 
     def _spans(self, alignment: WordAlignment, scores: np.ndarray) -> list[ExtractedSpan]:
         if not len(scores):

@@ -37,7 +37,7 @@ def test_relations_are_those_of_the_model(in_process: InProcess, tmp_path: Path)
     folder = save_extractor(tmp_path / "model", relations=True)
     settings = ServeSettings(model_sources([f"related={folder}"]), device="cpu")
     one, model = InProcess(settings, load_models(settings)), bytetx.load(folder)
-    given = {"threshold": 0.2, "relation_threshold": 0.1, "adjacency_threshold": 0.3}
+    given = {"threshold": 0.0, "relation_threshold": 0.001, "adjacency_threshold": 0.3}
     body = {"texts": ["Angela met Zaphod", ""], "labels": ["x"], "relations": ["a", "b"], **given}
     answer = one.post("/extract", body)
     assert answer.status_code == 200, answer.text
