@@ -24,6 +24,7 @@ from bytetx.ops.linear_plan import (
     LinearPlan,
     Tiling,
     gating_tilings,
+    parts_in_table,
     ranked_plans,
     tilings,
 )
@@ -120,7 +121,10 @@ def tune_layer(n: int, k: int, epilogue: str, dtype: str) -> Iterator[dict[str, 
         for shape, alone, fused, is_left in zip(shapes, plain, best, left, strict=True)
     ]
     flags = {"residual_in_norm": left, **({"normalized": normalized} if n in WIDTHS else {})}
-    yield {**head, "epilogue": RESIDUAL, **_plans(best, flags)}
+    line = {**head, "epilogue": RESIDUAL, **_plans(best, flags)}
+    # Those were chosen in whole layers, which these chains of one product say little of.
+    parts = parts_in_table(n, k, dtype)
+    yield {**line, "parts": parts} if parts else line
 
 
 def _plans(found: list[Found], flags: dict[str, list[bool]] | None = None) -> dict[str, object]:

@@ -14,6 +14,7 @@
 #include "low_rank_ops.h"
 #include "maxsim_ops.h"
 #include "padding_ops.h"
+#include "split_norm_ops.h"
 
 namespace bytetx {
 
@@ -90,6 +91,7 @@ void bind_cuda(py::module_& m) {
     bind<&linear_norm_workspace_bytes>(m, "linear_norm_workspace_bytes", {"m", "n"});
     bind<&linear_norm>(m, "linear_norm");
     bind<&linear_rotary>(m, "linear_rotary");
+    bind<&split_norm>(m, "split_norm");
     m.def("fp8_linear_tilings",
           [] { return list_tilings(num_fp8_linear_tilings(), fp8_linear_tiling); });
     bind<&fp8_linear>(m, "fp8_linear");

@@ -80,8 +80,11 @@ class _RoundingNorm(RowNorm):
         keep_e4m3_copy(normed, copy)
         return normed
 
+    # The kernels of a product with its norm leave no copy.
+    def parts_plan(self, x: Tensor, w: LinearWeight, residual: Tensor) -> None:
+        return None
+
     def after_linear(self, x: Tensor, w: Weight, *, residual: Tensor) -> Tensor:
-        # The kernel of a product with its norm leaves no copy.
         return RowNorm.after_linear(self, x, w, residual=residual)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from bytetx.nn.attended import Attended, OutputGate
@@ -321,6 +322,11 @@ class Rows:
         norm: None gives (h, h), of a model whose layers are in this process alone.
         The residual is added by the GEMM or by the norm, whichever is faster.
         """
+        if partial is None and norm is not None and w.has_kernel:
+            plan = norm.parts_plan(x, w.dense, residual)
+            if plan is not None:
+                h = torch.empty_like(residual)
+                return norm.after_parts(x, w.dense, plan, residual=residual, sum_out=h), h
         if partial is None and w.has_kernel and fuses_residual(x.shape[0], w.dense):
             h = w.matmul(x, residual=residual)
             return (h if norm is None else norm(h)), h

@@ -88,6 +88,7 @@ class Line:
     plans: tuple[tuple[int, str, int], ...]
     residual_in_norm: frozenset[int] = frozenset()
     normalized: frozenset[int] = frozenset()
+    parts: tuple[tuple[int, str | None, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,23 @@ def norms_rows(m: int, n: int, k: int, *, dtype: str) -> bool:
         return False
     rows = [most for most, _, _ in line.plans]
     return rows[_bucket(m, rows)] in line.normalized
+
+
+@lru_cache(_MAX_PLANS)
+def plan_parts(m: int, n: int, k: int, *, dtype: str) -> LinearPlan | None:
+    """The plan of a product whose shares of k the norm behind it adds up; None: it should not."""
+    parts = parts_in_table(n, k, dtype)
+    if not parts or not 0 < m <= parts[-1][0]:
+        return None
+    _, name, split_k = parts[_bucket(m, [rows for rows, _, _ in parts])]
+    found = (tiling.index for tiling in tilings() if tiling.name == name)
+    return next((LinearPlan(index, split_k) for index in found), None)
+
+
+def parts_in_table(n: int, k: int, dtype: str) -> tuple[tuple[int, str | None, int], ...]:
+    """Line.parts of such a product with a residual; empty where there is no line."""
+    line = _line(n, k, dtype, RESIDUAL)
+    return () if line is None else line.parts
 
 
 @lru_cache(_MAX_PLANS)
@@ -255,6 +273,7 @@ def _table() -> dict[tuple[int, int, str, str], Line]:
             plans=tuple((rows, name, split_k) for rows, name, split_k in line["plans"]),
             residual_in_norm=frozenset(line.get("residual_in_norm", ())),
             normalized=frozenset(line.get("normalized", ())),
+            parts=tuple((rows, name, split_k) for rows, name, split_k in line.get("parts", ())),
         )
         for line in json.loads(text)["lines"]
     }

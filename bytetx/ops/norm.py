@@ -13,7 +13,7 @@ from torch import Tensor
 from bytetx.ops import native, reference, triton_backend
 from bytetx.ops.check import is_aligned, is_operand, require_contiguous, require_out, require_tensor
 from bytetx.ops.linear import DTYPE_NAMES, LinearWeight, fuses_residual, linear, require_rows
-from bytetx.ops.linear_plan import norms_rows
+from bytetx.ops.linear_plan import LinearPlan, norms_rows, plan_parts
 from bytetx.ops.native import empty_rows, has_row_kernel
 from bytetx.ops.quantize import has_fp8_kernel
 from bytetx.ops.registry import Backend, Operation
@@ -291,8 +291,45 @@ class RowNorm(ABC):
         digits.
         """
 
+    def parts_plan(self, x: Tensor, w: LinearWeight, residual: Tensor) -> LinearPlan | None:
+        """The plan of after_parts; None where that is not there or not faster."""
+        if torch.compiler.is_compiling() or w.batch_invariant:
+            return None
+        plan = plan_parts(x.shape[0], w.n, w.k, dtype=DTYPE_NAMES[w.dtype])
+        if plan is None:
+            return None
+        given = (t for t in (x, residual, self.weight, self.bias) if t is not None)
+        return plan if all(is_aligned(t) for t in given) else None
+
+    def after_parts(
+        self,
+        x: Tensor,
+        w: LinearWeight,
+        plan: LinearPlan,
+        *,
+        residual: Tensor,
+        sum_out: Tensor | None = None,
+    ) -> Tensor:
+        """The norm of x @ w.T + bias + residual, a new tensor, which adds up shares of k.
+
+        sum_out: gets what is normed.
+        """
+        return run_split_kernel(
+            x,
+            w,
+            plan=plan,
+            residual=residual,
+            norm=(self.weight, self.bias),
+            is_rms=self.operation is RMS_NORM,
+            eps=self.eps,
+            sum_out=sum_out,
+        )
+
     def after_linear(self, x: Tensor, w: Weight, *, residual: Tensor) -> Tensor:
         """The norm of x @ w.T + bias + residual, a new tensor."""
+        plan = self.parts_plan(x, w.dense, residual) if w.has_kernel else None
+        if plan is not None:
+            return self.after_parts(x, w.dense, plan, residual=residual)
         adds = w.has_kernel and fuses_residual(x.shape[0], w.dense)
         d = w.matmul(x, residual=residual if adds else None)
         return self(d, residual=None if adds else residual, out=d)
@@ -428,6 +465,46 @@ def run_fused_kernel(
         m=m,
         n=w.n,
         k=w.k,
+        eps=eps,
+        dtype=native.DTYPE_CODES[x.dtype],
+        launch=native.launch_args(x.device),
+    )
+    return d
+
+
+def run_split_kernel(
+    x: Tensor,
+    w: LinearWeight,
+    *,
+    plan: LinearPlan,
+    residual: Tensor | None,
+    norm: tuple[Tensor, Tensor | None],
+    is_rms: bool,
+    eps: float,
+    sum_out: Tensor | None = None,
+) -> Tensor:
+    """The two Hopper kernels on aligned operands, cut as `plan` says (plan.tiling is not None).
+
+    sum_out: gets x @ w.T + bias + residual.
+    """
+    m = x.shape[0]
+    d = x.new_empty((m, w.n))
+    native.require_kernel("split_norm", x.device)(
+        a=x,
+        b=w.weight,
+        bias=w.bias,
+        residual=residual,
+        weight=norm[0],
+        shift=norm[1],
+        d=d,
+        sum_out=sum_out,
+        parts=x.new_empty((plan.split_k, m, w.n), dtype=torch.float32),
+        m=m,
+        n=w.n,
+        k=w.k,
+        tiling=plan.tiling,
+        split_k=plan.split_k,
+        is_rms=is_rms,
         eps=eps,
         dtype=native.DTYPE_CODES[x.dtype],
         launch=native.launch_args(x.device),

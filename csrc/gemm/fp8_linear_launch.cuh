@@ -29,7 +29,7 @@ void launch_fp8(const Fp8LinearParams& o, cudaStream_t stream) {
     if constexpr (C::kIsForSmallM) {
         using K = Kernel<C, SplitKScheduler, DenseProducer<C>, Epilogue>;
         auto p = fp8_problem<K>(o);
-        launch_one_tile<K>(p, pairs(o, o.a, o.m), 1, 0, stream);
+        launch_one_tile<K>(p, pairs(o, o.a, o.m), 1, true, 0, stream);
     } else {
         using K = Kernel<C, RasterScheduler, DenseProducer<C>, Epilogue>;
         auto p = fp8_problem<K>(o);

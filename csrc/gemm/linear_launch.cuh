@@ -23,7 +23,7 @@ void launch_small_m(const LinearParams& o, cudaStream_t stream) {
     int ranks = std::clamp(o.split_k, 1, p.num_k_blocks);
     // Two stages at least: one is given back when the next one's products have begun.
     while (ranks > 1 && kHead + 2 * kStage + parts_bytes(ranks) > kMostSmemBytes) --ranks;
-    launch_one_tile<K>(p, matrix(o, o.a, o.m, o.k), ranks, parts_bytes(ranks), stream);
+    launch_one_tile<K>(p, matrix(o, o.a, o.m, o.k), ranks, true, parts_bytes(ranks), stream);
 }
 
 // Clusters that share columns instead of k.

@@ -42,16 +42,16 @@ SmallMShape small_m_shape(int ctas, int cluster_ctas, int blocks, int more_bytes
     return {num_stages, std::max(used, is_crowded ? 0 : kSmemBytesOfOne)};
 }
 
-// One tile a cluster, whose `ranks` CTAs share k. more_bytes: as of small_m_shape.
+// `shares` CTAs share a tile's k, as a cluster or each on its own. more_bytes: as small_m_shape's.
 template <typename K>
-void launch_one_tile(typename K::Params& p, const Matrix& a, int ranks, int more_bytes,
-                     cudaStream_t stream) {
+void launch_one_tile(typename K::Params& p, const Matrix& a, int shares, bool is_cluster,
+                     int more_bytes, cudaStream_t stream) {
     using C = typename K::C;
     static_assert(sizeof(typename K::Smem) <= LaunchStages<C>::kHeadBytes);
     const int a_rows = static_cast<int>(std::min<int64_t>(C::kTileM, (a.rows + 7) / 8 * 8));
     p.a = make_map(a, a_rows);
-    const int ctas = p.tiles_m * p.tiles_n * ranks;
-    const int blocks = num_tiles(p.num_k_blocks, ranks);  // most k blocks of one CTA
+    const int ctas = p.tiles_m * p.tiles_n * shares, ranks = is_cluster ? shares : 1;
+    const int blocks = num_tiles(p.num_k_blocks, shares);  // most k blocks of one CTA
     const auto shape = small_m_shape<C>(ctas, ranks, blocks, more_bytes);
     p.stages = {shape.num_stages, (a_rows + C::kTileN) * kBlockK * kElementBytes};
     allow_smem_once<K::kFunction>(kMostSmemBytes);

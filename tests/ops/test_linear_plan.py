@@ -18,6 +18,7 @@ from bytetx.ops.linear_plan import (
     norms_rows,
     plan_gated,
     plan_linear,
+    plan_parts,
 )
 
 TILINGS = [
@@ -41,7 +42,8 @@ def kernel_tilings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def clear() -> None:
-    for cached in (linear_plan.tilings, plan_linear, plan_gated, leaves_residual, norms_rows):
+    plans = (plan_linear, plan_gated, plan_parts, leaves_residual, norms_rows)
+    for cached in (linear_plan.tilings, *plans):
         cached.cache_clear()
 
 
@@ -59,6 +61,10 @@ def test_the_shipped_table_is_well_formed() -> None:
         assert all(1 <= split_k <= 8 for _, _, split_k in line["plans"])
         for key in ("residual_in_norm", "normalized"):
             assert set(line.get(key, ())) <= set(rows)
+        parts = line.get("parts", [])
+        assert not parts or line["epilogue"] == "residual"
+        assert [rows for rows, *_ in parts] == sorted({rows for rows, *_ in parts})
+        assert all(1 <= split_k <= line["k"] // 64 for _, _, split_k in parts)
 
 
 def test_the_shipped_table_names_tilings_that_exist() -> None:
@@ -68,6 +74,8 @@ def test_the_shipped_table_names_tilings_that_exist() -> None:
     table = json.loads((files("bytetx.ops") / TABLE_FILE).read_text(encoding="utf-8"))
     used = {name for line in table["lines"] for _, name, _ in line["plans"]}
     assert used <= names | {CUBLAS}
+    in_parts = {name for line in table["lines"] for _, name, _ in line.get("parts", ())}
+    assert in_parts <= {t.name for t in linear_plan.tilings() if t.is_small_m} | {None}
 
 
 @pytest.mark.usefixtures("kernel_tilings")
@@ -91,6 +99,19 @@ def test_a_line_serves_rows_up_to_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     normalized = [norms_rows(m, 768, 768, dtype="bf16") for m in (512, 513, 10**6)]
     assert normalized == [False, True, True]
     assert not norms_rows(4096, 768, 96, dtype="fp16")
+
+
+@pytest.mark.usefixtures("kernel_tilings")
+def test_the_norm_adds_up_parts_of_so_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, parts = ((4096, "128x192", 1),), ((64, None, 1), (128, "small-m-128x64", 11))
+    line, plain = Line(plans, parts=parts), Line(plans)
+    table = {(768, 3072, "fp16", "residual"): line, (768, 768, "fp16", "residual"): plain}
+    monkeypatch.setattr(linear_plan, "_table", lambda: table)
+    found = {m: plan_parts(m, 768, 3072, dtype="bf16") for m in (0, 1, 64, 65, 128, 129)}
+    plan = LinearPlan(4, 11)
+    assert found == {0: None, 1: None, 64: None, 65: plan, 128: plan, 129: None}
+    assert plan_parts(100, 768, 768, dtype="fp16") is None
+    assert plan_parts(100, 768, 96, dtype="fp16") is None
 
 
 @pytest.mark.usefixtures("kernel_tilings")
