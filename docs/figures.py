@@ -204,6 +204,62 @@ def _grids(machine: str) -> str:
     return "\n".join(lines)
 
 
+# Rows of the page that says how many GPUs a load needs: suite, case, and what the case is.
+_SIZES = (
+    ("text", "minilm-strings", "all-MiniLM-L6-v2's shape, English strings"),
+    ("encoder", "base-mean-64x1024", "BERT-base's layers"),
+    ("encoder", "base-ln128x256", "BERT-base's layers"),
+    ("encoder", "base-a06-512x64", "BERT-base's layers"),
+    ("encoder", "large-ln128x256", "BERT-large's layers"),
+    ("encoder", "large-ln128x256-fp8", "BERT-large's layers, FP8"),
+    ("encoder", "modernbert-base-ln128x256", "ModernBERT-base"),
+    ("encoder", "modernbert-large-ln128x256", "ModernBERT-large"),
+    ("encoder", "deberta-v3-base-ln128x256", "DeBERTa-v3-base"),
+)
+_CPU_SIZES = (
+    *((f"minilm-{dtype}-arrival", f"all-MiniLM-L6-v2, {dtype}") for dtype in ("fp32", "bf16")),
+    ("minilm-int8-arrival", "all-MiniLM-L6-v2, int8"),
+    *((f"bert-base-{dtype}-arrival", f"BERT-base, {dtype}") for dtype in ("fp32", "bf16")),
+)
+
+
+def _gpu_sizes(machines: Sequence[str]) -> str:
+    """Texts and tokens a second of one GPU, by model and length."""
+    heads = [f"{name.upper()}: texts/s | tokens/s" for name in machines]
+    lines = [f"| model | tokens of a text | {' | '.join(heads)} |"]
+    lines.append(f"|---|--:|{'--:|--:|' * len(machines)}")
+    for suite, case, title in _SIZES:
+        cells = []
+        tokens = texts = 1.0
+        for machine in machines:
+            record = records(machine).get((suite, case))
+            if record is None:
+                cells += ["", ""]
+                continue
+            texts = float(record.shape.get("batch_size") or record.shape["sequences"])
+            tokens = float(record.shape.get("total_tokens") or record.shape["tokens"])
+            seconds = record.ours * _SECONDS[record.unit.partition("/")[0]]
+            seconds *= texts if record.unit.endswith("/text") else 1
+            cells += [_two_digits(texts / seconds), _two_digits(tokens / seconds)]
+        lines.append(f"| {title} | {tokens / texts:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cpu_sizes(machines: Sequence[str]) -> str:
+    """Tokens a second of two threads of a CPU, texts in the order of their arrival."""
+    heads = [MACHINES[name][1].replace(" stepping 1", "") for name in machines]
+    lines = [f"| model, tokens/s | {' | '.join(heads)} |", f"|---|{'--:|' * len(heads)}"]
+    for case, title in _CPU_SIZES:
+        found = (records(machine).get(("cpu", case)) for machine in machines)
+        cells = ["" if one is None else _two_digits(1e6 / one.ours) for one in found]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):,.0f}"
+
+
 def _model_and_tokens(entry: tuple[tuple[str, str], Record]) -> tuple[str, int, str]:
     (_, case), _ = entry
     model, lengths, tokens = case.rsplit("-", 2)
@@ -237,6 +293,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-triton-attention": lambda: _cases("h200", "attention-triton"),
     "h200-triton-prompts": lambda: _cases("h200", "decode-triton", _PROMPTS),
     "h200-triton-gelu": lambda: _cases("h200", "linear-triton", ".*-gelu", _UNFUSED),
+    "gpu-sizes": lambda: _gpu_sizes(("h200", "h100")),
+    "cpu-sizes": lambda: _cpu_sizes(("cpu-avx512-fast", "cpu-avx512", "cpu-avx2")),
     "h200-triton-encoder": lambda: _cases("h200", "encoder-triton"),
 }
 
