@@ -464,12 +464,12 @@ class _ChangeReader:
         return found.in_order(lambda rows: separate_heads(rows, self._spec))
 
     def _query_gates(self, names: Mapping[str, str]) -> _Change | None:
-        """Of the gates that q has beside each head's queries."""
+        """The gates that q has beside each head's queries."""
         found = self._of(names, "q")
         return None if found is None else found.in_order(lambda rows: self._half(rows, 1))
 
     def _half(self, rows: Tensor, half: int) -> Tensor:
-        """Of each head's queries, 0, or gates, 1, which take turns."""
+        """Each head's queries, 0, or gates, 1, which take turns."""
         pairs: Tensor = rows.unflatten(0, (-1, 2, self._spec.head_dim))
         return pairs[:, half].flatten(0, 1)
 
