@@ -65,6 +65,8 @@ def make_tokenizer(
 ) -> transformers.PreTrainedTokenizerFast:
     """A tokenizer of a kind (wordpiece, bpe, unigram), trained on SENTENCES alone.
 
+    Kind bytes is bpe with a token for each byte, as large vocabularies have them.
+
     The trainers of wordpiece and unigram give other vocabularies in every process, with texts of
     other lengths: what one of them gave once is kept in tests/vocabularies.
     """
@@ -130,11 +132,16 @@ def _backend(kind: str, unk: str, *, special: Sequence[str]) -> tokenizers.Token
         backend.normalizer = normalizers.BertNormalizer(lowercase=True)
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         backend.decoder = decoders.WordPiece()
-    elif kind == "bpe":
+    elif kind in ("bpe", "bytes"):
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=list(special))
+        alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "bytes" else []
+        trainer = trainers.BpeTrainer(
+            vocab_size=330 + len(alphabet),
+            special_tokens=list(special),
+            initial_alphabet=alphabet,
+        )
         backend.train_from_iterator(SENTENCES[:5] * 3, trainer)
     else:
         rows = (_VOCABULARIES / "unigram.tsv").read_text(encoding="utf-8").splitlines()
@@ -252,10 +259,15 @@ def save_gemma(
 
 
 def save_causal(
-    folder: Path, name: str = "qwen3", head: str = "ForCausalLM", **config: object
+    folder: Path,
+    name: str = "qwen3",
+    head: str = "ForCausalLM",
+    *,
+    kind: str = "bpe",
+    **config: object,
 ) -> Path:
     """A random causal model with a byte-level tokenizer that ends every text by its last token."""
-    tokenizer = make_tokenizer("bpe", max_tokens=96)
+    tokenizer = make_tokenizer(kind, max_tokens=96)
     end = tokenizer.eos_token or tokenizer.sep_token
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=["$A", end], special_tokens=[(end, tokenizer.convert_tokens_to_ids(end))]

@@ -14,6 +14,7 @@ import typer
 
 from bytetx import __version__
 from bytetx.arguments import MAX_DRAFT
+from bytetx.cli.files import forms
 from bytetx.cli.files.options import (
     DTYPE_HELP,
     FAMILIES_HELP,
@@ -542,6 +543,9 @@ def generate(
     skip_special_tokens: Annotated[
         bool, typer.Option(help="Leave special tokens out of the text.")
     ] = True,
+    json_schema: forms.JsonSchema = None,
+    regex: forms.Regex = None,
+    choice: forms.Choices = None,
     generation_config: Annotated[
         str, typer.Option(metavar="auto|vllm|none|PATH", help=GENERATION_CONFIG_HELP)
     ] = "auto",
@@ -595,6 +599,7 @@ def generate(
             "num_speculative_tokens": num_speculative_tokens,
         }
         template_kwargs = _json_table("--chat-template-kwargs", chat_template_kwargs)
+        params |= forms.structured_outputs(json_schema, regex, choice)
         task = generate_task(
             params,
             engine,

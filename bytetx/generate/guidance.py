@@ -42,14 +42,15 @@ def check_installed() -> None:
 class Guide:
     """The grammar of one output, after some of its tokens."""
 
-    __slots__ = ("_matcher", "_num_taken")
+    __slots__ = ("_matcher", "_num_taken", "has_all_bytes")
 
-    def __init__(self, matcher: LLMatcher):
-        self._matcher, self._num_taken = matcher, 0
+    def __init__(self, matcher: LLMatcher, *, has_all_bytes: bool):
+        """has_all_bytes: whether each byte is a token, so that some token always fits."""
+        self._matcher, self._num_taken, self.has_all_bytes = matcher, 0, has_all_bytes
 
     def copy(self) -> Guide:
         """A guide of another output, before its first token."""
-        return Guide(self._matcher.deep_copy())
+        return Guide(self._matcher.deep_copy(), has_all_bytes=self.has_all_bytes)
 
     @property
     def num_taken(self) -> int:
@@ -92,6 +93,7 @@ class GrammarCompiler:
         self._threads: ThreadPoolExecutor | None = None
         self._lock, self._making = Lock(), Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._has_all_bytes = False
         self._grammars: OrderedDict[GrammarSource, Future[Guide | InputError]] = OrderedDict()
 
     def compile(self, form: StructuredOutputsParams) -> Future[Guide | InputError]:
@@ -135,7 +137,7 @@ class GrammarCompiler:
         matcher.compute_bitmask()  # before it, nothing is accepted
         if matcher.is_stopped() or (source.kind == "json" and matcher.is_accepting()):
             return InputError(f"{name}: no text but the empty one has this form")
-        return Guide(matcher)
+        return Guide(matcher, has_all_bytes=self._has_all_bytes)
 
     def _made_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -144,6 +146,7 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 assert self._token_bytes is not None  # `compile` checks it
                 tokens, special = self._token_bytes()
+                self._has_all_bytes = {bytes([byte]) for byte in range(256)} <= set(tokens)
                 vocabulary = _Vocabulary(tokens, {*special, *self._eos_token_ids})
                 self._tokenizer = LLTokenizer(
                     TokenizerWrapper(vocabulary), eos_token=list(self._eos_token_ids)
@@ -217,6 +220,8 @@ class TokenMasks:
             )
         number = 0
         for row in rows:
+            if not row.guide.has_all_bytes and not row.draft:
+                _keep_fitting(row.guide.matcher, masks[number])
             for forbidden in row.forbidden:
                 _forbid(masks[number], forbidden)
                 number += 1
@@ -235,10 +240,23 @@ def _fill_drafted(row: GuidedRow, masks: np.ndarray) -> None:
     matcher, num_taken = row.guide.matcher, 0
     for number in range(len(masks)):
         matcher.unsafe_compute_mask_ptr(masks[number].ctypes.data, masks[number].nbytes)
+        if not row.guide.has_all_bytes:
+            _keep_fitting(matcher, masks[number])
         if number == len(row.draft) or not matcher.try_consume_tokens([row.draft[number]]):
             break
         num_taken += 1
     matcher.rollback(num_taken)
+
+
+def _keep_fitting(matcher: LLMatcher, mask: np.ndarray) -> None:
+    """Clears the one token that llguidance allows where none of the vocabulary fits."""
+    words = np.flatnonzero(mask)
+    if len(words) != 1 or matcher.is_accepting():  # then an end-of-text token fits
+        return
+    word = int(mask.view(np.uint32)[words[0]])
+    token = int(words[0]) * _WORD_BITS + word.bit_length() - 1
+    if word & (word - 1) == 0 and not matcher.validate_tokens([token]):
+        mask[:] = 0
 
 
 def _forbid(mask: np.ndarray, token_ids: Iterable[int]) -> None:

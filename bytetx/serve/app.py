@@ -21,6 +21,7 @@ from bytetx.serve import (
     routes_vllm,
     schemas,
     schemas_extract,
+    schemas_generate,
     schemas_pooling,
 )
 from bytetx.serve.errors import style_of
@@ -108,8 +109,10 @@ ROUTES: Mapping[tuple[str, str], Route] = dict(
         _post("/pooling", routes_vllm.pooling, schemas_pooling.PoolRequest),
         _post("/v1/systemone", routes_decide.systemone, schemas.SystemOneRequest),
         _post("/v1/decisions", routes_decide.decisions, schemas.DecisionsRequest),
-        _post("/v1/completions", routes_generate.completions, schemas.CompletionRequest),
-        _post("/v1/chat/completions", routes_generate.chat_completions, schemas.ChatRequest),
+        _post("/v1/completions", routes_generate.completions, schemas_generate.CompletionRequest),
+        _post(
+            "/v1/chat/completions", routes_generate.chat_completions, schemas_generate.ChatRequest
+        ),
         _get("/v1/models", routes_openai.list_models),
         _get("/info", routes_ops.info),
         _get("/stats.json", routes_ops.stats),

@@ -13,6 +13,7 @@ import orjson
 from starlette.responses import Response
 
 from bytetx.errors import shown
+from bytetx.serve.answer_forms import structured_outputs
 from bytetx.serve.answers import check_batch, count_characters, json_answer
 from bytetx.serve.calls import Call, ModelFacts, Piece, Timings
 from bytetx.serve.errors import ServeError
@@ -23,7 +24,7 @@ from bytetx.serve.logprobs import (
     limit_tokens,
 )
 from bytetx.serve.routes_openai import find_model
-from bytetx.serve.schemas import ChatRequest, CompletionRequest
+from bytetx.serve.schemas_generate import ChatRequest, CompletionRequest
 
 # Without zeros before it, so that no two keys are one token.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}", re.ASCII)
@@ -376,6 +377,7 @@ def _options(
         "ignore_eos": body.ignore_eos,
         "skip_special_tokens": body.skip_special_tokens,
         "include_stop_str_in_output": body.include_stop_str_in_output,
+        "structured_outputs": structured_outputs(body),
     }
     may_be_none = ("max_tokens", "seed", "logprobs", "logit_bias")
     return {k: value for k, value in given.items() if value is not None or k in may_be_none}

@@ -1,6 +1,7 @@
 """bytetx generate: prompts in files, answers in jsonl and parquet, every option."""
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow.parquet
@@ -17,7 +18,7 @@ PROMPTS = ["the quick brown fox", "packed", "no pad token is computed"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_causal(tmp_path_factory.mktemp("causal"))
+    folder = save_causal(tmp_path_factory.mktemp("causal"), kind="bytes")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
@@ -200,3 +201,37 @@ def test_resume_and_parquet(bytetx: Bytetx, folder: Path, tmp_path: Path) -> Non
     score = bytetx("score", "prompts.txt", "-m", folder, "-o", "scores.parquet")
     assert score.code == 0, score.err
     assert len(pyarrow.parquet.read_table(tmp_path / "scores.parquet")) == len(PROMPTS)
+
+
+@pytest.mark.feature("Command line", "`bytetx generate` by a schema, a regex or a choice")
+def test_the_form_of_answers(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "prompts.txt").write_text("a fox\nthe dog\n")
+    (tmp_path / "schema.json").write_text('{"type": "array", "items": {"enum": [1, 2]}}')
+    command = ("generate", "prompts.txt", "-m", folder, "--max-tokens", 60)
+    for options, fits in (
+        (["--json-schema=schema.json", "--temperature=0"], r"\[[12,\s]*\]?"),
+        (["--regex=[a-c]{3}"], "[a-c]{3}"),
+        (["--choice=yes", "--choice=no"], "yes|no"),
+    ):
+        texts = [row["text"] for row in bytetx(*command, *options).rows]
+        assert len(texts) == 2 and all(re.fullmatch(fits, text) for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--regex=a", "--choice=b"], "exclude each other"),
+        (["--json-schema=nowhere.json"], "nowhere.json cannot be read"),
+        (["--regex="], "structured_outputs.regex must be a text that is not empty"),
+    ],
+)
+def test_two_forms_or_no_file_are_wrong_usage(
+    bytetx: Bytetx,  # noqa: F811
+    folder: Path,
+    tmp_path: Path,
+    options: list[str],
+    words: str,
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a fox\n")
+    ran = bytetx("generate", "prompts.txt", "-m", folder, *options)
+    assert ran.code == 2 and words in " ".join(ran.err.split()), ran.err

@@ -347,6 +347,21 @@ def test_masks_of_many_rows_are_those_of_one(shared: GrammarCompiler) -> None:
     assert len(together) == sum(1 + len(row.draft) for row in rows)
 
 
+@pytest.mark.parametrize("num_speculative_tokens", [0, 4])
+def test_a_vocabulary_without_the_characters_is_an_error(num_speculative_tokens: int) -> None:
+    """Where no token fits, none is chosen, even if a draft or the library has one."""
+    without = engine_of(
+        eos_token_ids=(EOS,),
+        compiler=compiler(),
+        num_speculative_tokens=num_speculative_tokens,
+        runs_ahead=True,
+    )[0]
+    params = SamplingParams(max_tokens=60, structured_outputs=form(regex="(abc){9} {3}d"))
+    without.add_request([1], params)
+    *_, last = run(without)[0, 0]
+    assert last.finish_reason == "error" and "structured_outputs left none" in str(last.error)
+
+
 # Schemas of bounded answers, so that a random model comes to an end.
 LEAVES = st.one_of(
     st.just({"type": "boolean"}),
@@ -401,7 +416,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "sentencepiece":
         tokenizer = make_gemma_tokenizer(max_tokens=600)
     else:
-        kinds = {"bytes": "bpe", "wordpiece": "wordpiece", "unigram": "unigram"}
+        kinds = {"bytes": "bytes", "wordpiece": "wordpiece", "unigram": "unigram"}
         tokenizer = make_tokenizer(kinds[request.param], max_tokens=600)
     end = tokenizer.eos_token_id or tokenizer.sep_token_id
     folder = tmp_path_factory.mktemp(request.param)
@@ -414,7 +429,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_a_random_model_writes_what_fits(model: Model) -> None:
     """Tokens of several characters, of parts of characters, and of texts that a decoder cleans."""
     wanted = [FORMS[2], FORMS[3], form(json=PERSON, disable_any_whitespace=True)]
-    if "{" not in model.checkpoint.tokenizer.backend.get_vocab():
+    tokenizer = model.checkpoint.tokenizer
+    assert tokenizer is not None
+    if "{" not in tokenizer.backend.get_vocab():
         wanted = wanted[1:2]
     params = [
         SamplingParams(seed=seed, max_tokens=400, temperature=1.0, structured_outputs=one)
