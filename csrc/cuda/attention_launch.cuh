@@ -114,11 +114,13 @@ void launch_tiles(const PlannedAttentionParams& p, int num_tiles, cudaStream_t s
     constexpr auto kKernel = tile_kernel<C, Tiling::kMinCtas>;
     constexpr int kSmemBytes = sizeof(TileSmem<C>);
     allow_smem_once<kKernel>(kSmemBytes);
-    // The bound on tiles is far off for short sequences, and CTAs that find none cost time: as many
-    // as full tiles would be, of which some take a second one, are 3 to 8 % faster at means to 78.
+    // The bound on tiles is far off for short sequences, and of many CTAs those that find none cost
+    // time: as many as full tiles would be, of which some take a second one, are 3 to 8 % faster at
+    // means to 78. In two rounds of CTAs it is the second tile that costs time.
     const auto full = static_cast<int>(p.total_tokens / kTileRows);
-    // Heads of a tile run together: their rows adjoin.
-    const dim3 grid(p.num_heads, kTree ? num_tiles : std::min(num_tiles, full + 1));
+    const bool is_few = num_tiles * p.num_heads <= 2 * Tiling::kMinCtas * num_sms();
+    const int rows_of_ctas = kTree || is_few ? num_tiles : std::min(num_tiles, full + 1);
+    const dim3 grid(p.num_heads, rows_of_ctas);  // heads of a tile run together: rows adjoin
     launch_kernel(kKernel, LaunchShape{grid, 128, kSmemBytes, stream},
                   make_params<C>(p, num_tiles));
 }
