@@ -1,7 +1,8 @@
 """Layers with GEMMs of E4M3 rows: what is rounded where.
 
-A causal model's four GEMMs all run so, and every row of theirs gets a scale of its own: those that
-a norm writes from the norm's kernel, the others before they are read.
+A causal model's four GEMMs all run so, and those of its experts, whose routers stay as they are.
+Every row of theirs gets a scale of its own: those that a norm writes from the norm's kernel, the
+others before they are read.
 
 An encoder runs three of a layer's four GEMMs so: attention's output projection stays in 16 bits,
 which is faster there, too: it has a quarter of QKV's products and no norm before it that could
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
-from bytetx.nn.layer import LayerWeights
+from bytetx.nn.layer import ExpertFeedForward, LayerWeights
 from bytetx.ops import native
 from bytetx.ops.fp8_linear import (
     Fp8LinearWeight,
@@ -48,7 +49,7 @@ def takes_fp8(spec: ModelSpec) -> bool:
 
 def check(spec: ModelSpec, device: torch.device) -> None:
     """Raises OptionError where the model cannot run so on the device."""
-    if spec.experts is not None:
+    if spec.experts is not None and not spec.is_causal:
         raise OptionError(f"dtype fp8 is not for the experts of {spec.family}; use bfloat16")
     if spec.layer_spec.mixer is not None:
         raise OptionError(
@@ -108,11 +109,13 @@ _ROUNDING: dict[type[RowNorm], type[RowNorm]] = {
 
 def quantize_causal(w: LayerWeights, is_last: bool) -> LayerWeights:
     """A causal model's layer; weights are plain, f16 or bf16, or in E4M3 already."""
+    half = w.feed_forward
+    is_mixture = isinstance(half, ExpertFeedForward)
     return replace(
         w,
         qkv=_in_fp8(w.qkv),
         attn_out=_in_fp8(w.attn_out),
-        feed_forward=w.feed_forward.mapped(_in_fp8, _in_fp8),
+        feed_forward=half.converted(_quantized) if is_mixture else half.mapped(_in_fp8, _in_fp8),
         attn_norm=_rounding(w.attn_norm),
         ffn_norm=_rounding(w.ffn_norm),
     )

@@ -88,8 +88,8 @@ class LoadedCheckpoint:
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
     the whole model where ranks share it.  saved_formats: bytes in the files by format.
-    quantization: a key of WEIGHT_FORMATS, or SAVED.  dequantised: with SAVED, formats whose tensors
-    are held as numbers, and why.
+    quantization: a key of WEIGHT_FORMATS, or SAVED.  dequantised: formats whose tensors
+    could have been kept as codes and are not, and why.
     batch_invariant: see nn/batch_invariance.py.  kv_cache_dtype: see nn/coded_cache.py.
     families: the folder of the caller's own families.
     """

@@ -31,6 +31,7 @@ from bytetx.ops.weight import Weight
 # A layer's matrix: floats, or rows of codes of one kind or the other.
 Matrix: TypeAlias = torch.Tensor | GroupRows
 
+_ROUNDED_AGAIN = "only F8_E4M3 with one scale a row is kept; rounded again to that"
 # Missing tensors that are looked for before the search ends.
 _MAX_MISSING = 1000
 
@@ -191,6 +192,8 @@ class TensorLoader:
         if isinstance(stored, DecodedTensor) and stored.scheme == FP8:
             saved_rows = stored.saved_rows
         if stored is None or saved_rows is None:
+            if isinstance(self.tensors, Weights) and isinstance(stored, DecodedTensor):
+                self.tensors.dequantised[stored.scheme] = _ROUNDED_AGAIN
             return fp8_rows(prepare_fp8_linear(self.tensor(name, shape)))
         _check_shape(name, stored.shape, shape)
         rows = saved_rows(range(shape[0])).to(self.device)
@@ -309,7 +312,7 @@ class TensorLoader:
         """A gated linear of what `matrix` gave: gate, up [n, k], biases [n]."""
         if isinstance(gate, GroupRows) or isinstance(up, GroupRows):
             return self._gated_codes(gate, up, gate_bias, up_bias)
-        if self.shares and (gate_bias is None) == (up_bias is None):
+        if self.shares and not self.is_fp8 and (gate_bias is None) == (up_bias is None):
             stacked = self.fused_linear([(gate, gate_bias), (up, up_bias)])
             return GatedWeight(stacked, gate.shape[0], gate.shape[0])
         if self.bits is not None or self.is_fp8:

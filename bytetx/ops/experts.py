@@ -7,14 +7,24 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops.fp8_linear import Fp8LinearWeight, e4m3_copy, keep_e4m3_copy
 from bytetx.ops.gated import GATES, GatedWeight, clamped_gate
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight, linear
 from bytetx.ops.weight import Weight
 
 GroupedMm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Bytes of which the rows that torch's grouped product reads must be a multiple.
+# Bytes of which the rows that torch's grouped product reads must be a multiple; of E4M3 rows, both
+# sizes of a matrix.
 _GROUPED_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Stack:
+    """The matrices of all experts in E4M3, about rows * scale[..., None]."""
+
+    rows: Tensor  # float8_e4m3fn [num_experts, n, k]
+    scale: Tensor  # f32 [num_experts, n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +33,7 @@ class ExpertsWeight:
 
     router: [num_experts, hidden_size].  first, out: each expert's linear layers, hidden_size ->
     inner and inner -> hidden_size.  first_stack, out_stack: the same weights as one tensor
-    [num_experts, n, k] where a grouped product may read them, else None.
+    [num_experts, n, k], or in E4M3, where a grouped product may read them, else None.
     top_k: experts of a row.  normalizes: whether a row's weights of its experts are divided by
     their sum.  bias: [hidden_size], added once to the experts' weighted sum.
     first_bias, out_bias: a bias of each expert's layers, [num_experts, n]; first's in the order of
@@ -37,8 +47,8 @@ class ExpertsWeight:
     top_k: int
     normalizes: bool
     bias: Tensor | None = None
-    first_stack: Tensor | None = None
-    out_stack: Tensor | None = None
+    first_stack: Tensor | Fp8Stack | None = None
+    out_stack: Tensor | Fp8Stack | None = None
     first_bias: Tensor | None = None
     out_bias: Tensor | None = None
     gate_limit: float = 0.0
@@ -63,7 +73,7 @@ class ExpertsWeight:
             tuple(w.with_matrix(convert(w.dense)) for w in weights)
             for weights in (self.first, self.out)
         )
-        return replace(self, first=first, out=out, first_stack=None, out_stack=None)
+        return stack_experts(replace(self, first=first, out=out, first_stack=None, out_stack=None))
 
 
 def stack_experts(
@@ -77,22 +87,26 @@ def stack_experts(
         return w
     if stacks is not None:
         return replace(w, first_stack=stacks[0], out_stack=stacks[1])
-    first_stack = torch.stack([one.dense.weight for one in w.first])
-    out_stack = torch.stack([one.dense.weight for one in w.out])
-    return replace(
-        w,
-        first=_of_stack(w.first, first_stack),
-        out=_of_stack(w.out, out_stack),
-        first_stack=first_stack,
-        out_stack=out_stack,
-    )
+    first, first_stack = _stacked(w.first)
+    out, out_stack = _stacked(w.out)
+    return replace(w, first=first, out=out, first_stack=first_stack, out_stack=out_stack)
 
 
-def _of_stack(weights: tuple[Weight, ...], stack: Tensor) -> tuple[Weight, ...]:
-    """The same layers, each of its matrix in the stack."""
-    return tuple(
-        one.with_matrix(replace(one.dense, weight=t)) for one, t in zip(weights, stack, strict=True)
-    )
+def _stacked(weights: tuple[Weight, ...]) -> tuple[tuple[Weight, ...], Tensor | Fp8Stack]:
+    """(the same layers, each of its matrix in the stack; the stack)"""
+    coded = [m for m in map(_matrix, weights) if isinstance(m, Fp8LinearWeight)]
+    if coded:
+        codes = torch.stack([m.rows.view(torch.uint8) for m in coded])
+        both = Fp8Stack(codes.view(torch.float8_e4m3fn), torch.stack([m.scale for m in coded]))
+        layers = zip(weights, coded, both.rows, both.scale, strict=True)
+        return tuple(w.with_matrix(replace(m, rows=r, scale=s)) for w, m, r, s in layers), both
+    stack = torch.stack([one.dense.weight for one in weights])
+    plain = zip(weights, stack, strict=True)
+    return tuple(w.with_matrix(replace(w.dense, weight=t)) for w, t in plain), stack
+
+
+def _matrix(w: Weight) -> Weight:
+    return w.fused if isinstance(w, GatedWeight) else w
 
 
 def route(x: Tensor, w: ExpertsWeight) -> tuple[Tensor, Tensor]:
@@ -115,8 +129,8 @@ def run_experts(x: Tensor, w: ExpertsWeight, *, activation: str) -> Tensor:
     x: [m, hidden_size] in the weights' dtype, contiguous.  activation: of gated experts one of
     ops.gated.GATES, else one of ops.linear.ACTIVATIONS.
     Rows are sorted by expert, and each expert multiplies its rows at once: one grouped product for
-    all experts on a GPU in bf16, else one for each expert that has rows.  The sum is taken in f32,
-    in the order of the row's weights.
+    all experts on a GPU in bf16 or E4M3, else one for each expert that has rows.  The sum is taken
+    in f32, in the order of the row's weights.
     Returns f32 [m, hidden_size].  Raises ValueError on shape, dtype or device mismatch.
     Source: sparsely-gated mixture of experts (arXiv 1701.06538), section 2; sorted rows as in
     MegaBlocks (arXiv 2211.15841), section 4.
@@ -131,7 +145,12 @@ def run_experts(x: Tensor, w: ExpertsWeight, *, activation: str) -> Tensor:
         return x.new_empty((0, w.out[0].n), dtype=torch.float32)
     weights, experts = route(x, w)
     ids, order = experts.flatten().sort(stable=True)
-    rows = x[order // w.top_k]  # [m * top_k, hidden_size], those of one expert side by side
+    sources = order // w.top_k
+    rows = x[sources]  # [m * top_k, hidden_size], those of one expert side by side
+    if isinstance(w.first_stack, Fp8Stack):  # a row is rounded once, for all of its experts
+        codes, scale = e4m3_copy(x)
+        codes = codes.view(torch.uint8)[sources].view(torch.float8_e4m3fn)
+        keep_e4m3_copy(rows, (codes, scale[sources]))
     ends = torch.searchsorted(ids, torch.arange(len(w.first), device=device), right=True)
     grouped = _grouped_mm(w)
     if grouped is None:
@@ -161,11 +180,31 @@ def run_grouped(
     grouped: (a [m, k], b [num_experts, k, n], ends) -> [m, n].  Nothing here waits for the GPU.
     """
     assert w.first_stack is not None and w.out_stack is not None  # stack_experts made them
-    both = grouped(rows, w.first_stack.transpose(1, 2), ends)
+    both = _product(rows, w.first_stack, ends, grouped)
     if w.first_bias is not None:
         both += w.first_bias[ids]
-    out = grouped(w.activated(both, activation), w.out_stack.transpose(1, 2), ends)
+    out = _product(w.activated(both, activation), w.out_stack, ends, grouped)
     return out if w.out_bias is None else out.add_(w.out_bias[ids])
+
+
+def _product(a: Tensor, stack: Tensor | Fp8Stack, ends: Tensor, grouped: GroupedMm) -> Tensor:
+    if isinstance(stack, Fp8Stack):
+        return _fp8_grouped_mm(*e4m3_copy(a), stack, ends)
+    return grouped(a, stack.transpose(1, 2), ends)
+
+
+def _fp8_grouped_mm(rows: Tensor, scale: Tensor, stack: Fp8Stack, ends: Tensor) -> Tensor:
+    """rows: E4M3 [m, k].  scale: f32 [m].  Returns bf16 [m, n]."""
+    product: Tensor = torch._scaled_grouped_mm(
+        rows,
+        stack.rows.transpose(1, 2),
+        scale,
+        stack.scale,
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,  # as ops.fp8_linear's kernel adds up
+    )
+    return product
 
 
 def _in_turn(rows: Tensor, w: ExpertsWeight, ends: Sequence[int], *, activation: str) -> Tensor:
@@ -186,8 +225,19 @@ def _in_turn(rows: Tensor, w: ExpertsWeight, ends: Sequence[int], *, activation:
 
 
 def _takes_grouped(w: ExpertsWeight) -> bool:
-    """Whether torch's grouped product takes these weights: bf16 on a GPU, aligned, no biases."""
-    layers = [one.dense for one in (*w.first, *w.out)]
+    """Whether torch's grouped product takes these weights: on a GPU, with results in bf16, aligned,
+    no biases."""
+    matrices = [_matrix(one) for one in (*w.first, *w.out)]
+    coded = [one for one in matrices if isinstance(one, Fp8LinearWeight)]
+    if coded:
+        return (
+            all(one.rows.is_cuda and one.dtype == torch.bfloat16 for one in coded)
+            and all(one.bias is None for one in coded)
+            and all(size % _GROUPED_BYTES == 0 for one in coded for size in (one.n, one.k))
+            and hasattr(torch, "_scaled_grouped_mm")
+            and _torch_grouped_mm(coded[0].rows.device) is not None
+        )
+    layers = [one.dense for one in matrices]
     return (
         all(one.weight.is_cuda and one.dtype == torch.bfloat16 for one in layers)
         and all(one.bias is None and one.weight.is_contiguous() for one in layers)
@@ -197,7 +247,8 @@ def _takes_grouped(w: ExpertsWeight) -> bool:
 
 
 def _grouped_mm(w: ExpertsWeight) -> GroupedMm | None:
-    return None if w.first_stack is None else _torch_grouped_mm(w.first_stack.device)
+    stack = w.first_stack.rows if isinstance(w.first_stack, Fp8Stack) else w.first_stack
+    return None if stack is None else _torch_grouped_mm(stack.device)
 
 
 def _torch_grouped_mm(device: torch.device) -> GroupedMm | None:

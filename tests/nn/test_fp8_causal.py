@@ -6,6 +6,8 @@ import pytest
 import tiny
 import torch
 from checkpoints import edit_json
+from nomic_moe import save_nomic_moe
+from quantised_files import save_quantised
 from safetensors.torch import load_file, save_file
 from test_grouped_weights import batch_of, folder_of, logits
 from tiny_decoders import tiny_decoder
@@ -15,11 +17,13 @@ import bytetx
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import InputError
 from bytetx.nn.fp8 import RoundingLayerNorm, RoundingRmsNorm
+from bytetx.nn.layer import ExpertFeedForward
 from bytetx.nn.loading import load_checkpoint, load_spec
 from bytetx.nn.transformer import Transformer
 from bytetx.ops import native
 from bytetx.ops.fp8_linear import Fp8LinearWeight
 from bytetx.ops.gated import GatedWeight
+from bytetx.ops.linear import LinearWeight
 from bytetx.packed import pack
 
 FAMILIES = ("llama", "qwen3", "gpt2", "opt", "gpt_neox")
@@ -31,6 +35,28 @@ def fp8_on_cpu(folder: Path, dtype: torch.dtype) -> Transformer:
     weights = Weights(folder, load_spec(folder)).cast(dtype)
     options = {"dtype": dtype, "device": "cpu", "prepack": False, "quantization": "fp8"}
     return Transformer.from_tensors(load_spec(folder), weights, **options)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_in_e4m3_and_their_router_is_not(name: str, tmp_path: Path) -> None:
+    """Near a bf16 model: what chooses experts is rounded as little as there."""
+    folder = folder_of(name, tmp_path)
+    fp8 = fp8_on_cpu(folder, torch.bfloat16)
+    mixtures = 0
+    for layer in fp8.layers.weights:
+        half = layer.feed_forward
+        if isinstance(half, ExpertFeedForward):
+            mixtures += 1
+            matrices = [w.fused if isinstance(w, GatedWeight) else w for w in half.experts.first]
+            assert all(isinstance(w, Fp8LinearWeight) for w in (*matrices, *half.experts.out))
+            assert isinstance(half.experts.router, LinearWeight)
+    assert mixtures
+    got = fp8.forward(batch_of(folder)).float()
+    plain = load_checkpoint(folder, device="cpu", dtype="bfloat16")
+    expected = plain.transformer.forward(batch_of(folder)).float()
+    # In the median: a row whose experts are almost tied may take another one.
+    error = (got - expected).norm(dim=1) / expected.norm(dim=1)
+    assert 1e-3 < error.median() < 2 * _GEMM_NOISE * 8**0.5
 
 
 @pytest.mark.feature("Arithmetic", "FP8 of causal models on GPUs")
@@ -110,12 +136,22 @@ def test_codes_of_compressed_tensors_are_kept(strategy: str, tmp_path: Path) -> 
     assert (got - expected).norm() < 2 * _ROUNDING * 8**0.5 * expected.norm()
 
 
+@pytest.mark.parametrize("case", ["fp8 per block", "fp8 per channel"])
+def test_codes_that_are_rounded_again_are_named(case: str, tmp_path: Path) -> None:
+    folder, _, _ = save_quantised(tmp_path, case)
+    weights = Weights(folder, load_spec(folder))
+    options = {"dtype": torch.bfloat16, "device": "cpu", "prepack": False, "quantization": "fp8"}
+    Transformer.from_tensors(load_spec(folder), weights.cast(torch.bfloat16), **options)
+    assert ("FP8" in weights.dequantised) == (case == "fp8 per block")
+
+
 def test_experts_and_cpus_are_refused_by_name(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path / "llama")
     with pytest.raises(InputError, match="dtype fp8 cannot run on cpu: .*; use dtype float16"):
         bytetx.load(folder, device="cpu", dtype="fp8")
-    folder = folder_of("mixtral", tmp_path / "mixtral")
-    with pytest.raises(InputError, match="dtype fp8 is not for the experts of mixtral"):
+    folder = tmp_path / "nomic"
+    save_nomic_moe(folder)
+    with pytest.raises(InputError, match="dtype fp8 is not for the experts of nomic_bert"):
         bytetx.load(folder, device="cpu", dtype="fp8")
 
 

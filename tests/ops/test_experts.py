@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bytetx.ops import experts
-from bytetx.ops.experts import ExpertsWeight, route, run_experts, stack_experts
+from bytetx.ops import experts, native
+from bytetx.ops.experts import ExpertsWeight, Fp8Stack, route, run_experts, stack_experts
+from bytetx.ops.fp8_linear import Fp8LinearWeight, e4m3_copy, prepare_fp8_linear
 from bytetx.ops.gated import GatedWeight, in_turn, prepare_gated
-from bytetx.ops.linear import linear, prepare_linear
+from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+from bytetx.ops.quantize import quantize_rows
 from bytetx.ops.reference import activate
 
 NUM_EXPERTS, HIDDEN, INNER = 5, 24, 32
@@ -231,3 +233,84 @@ def test_gpu(num_rows: int, dtype: torch.dtype) -> None:
     # Rows whose second and third expert are nearly as likely may take either of them.
     errors = (found.double() - wanted).abs().amax(1) if num_rows else torch.zeros(1)
     assert errors.median() < 0.02 and (errors > 0.05).double().mean() < 0.1
+
+
+def in_fp8(w: LinearWeight) -> Fp8LinearWeight:
+    return prepare_fp8_linear(w.weight, w.bias)
+
+
+def fp8_tensors() -> tuple[Tensor, ...]:
+    """As tensors(), bf16, of sizes that grouped products of E4M3 take."""
+    shape = (NUM_EXPERTS, 64, 48)
+    gates, values = (random(*shape, seed=seed, dtype=torch.bfloat16) / 7 for seed in (21, 22))
+    out = random(NUM_EXPERTS, 48, 64, seed=23, dtype=torch.bfloat16) / 8
+    return random(NUM_EXPERTS, 48, seed=24, dtype=torch.bfloat16) / 3, gates, values, out
+
+
+def fp8_expected(x: Tensor, w: ExpertsWeight) -> Tensor:
+    """The definition in f64 of the rounded weights and rows; inner rows are rounded as they run."""
+    weights, chosen = route(x, w)
+    codes, scale = quantize_rows(x)
+    rows = codes.double() * scale.double()[:, None]
+    sums = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for i, (own, ids) in enumerate(zip(weights.double(), chosen.tolist(), strict=True)):
+        for weight, e in zip(own, ids, strict=True):
+            first, out = w.first[e], w.out[e]
+            assert isinstance(first, GatedWeight) and isinstance(first.fused, Fp8LinearWeight)
+            assert isinstance(out, Fp8LinearWeight)
+            both = (first.fused.rows.double() * first.fused.scale.double()[:, None]) @ rows[i]
+            both = both.to(x.dtype).double()
+            gates, values = both.view(-1, 2, first.block).unbind(1)
+            inner = (activate(gates, "silu") * values).reshape(1, -1)
+            inner_codes, inner_scale = quantize_rows(inner.to(x.dtype))
+            inner = inner_codes.double() * inner_scale.double()
+            sums[i] += weight * ((out.rows.double() * out.scale.double()[:, None]) @ inner[0])
+    return sums
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    """An inner number on the edge of two codes may take the other one, an eighth off: with sums
+    that are 2^-9 off, as in bf16, one of 32 does."""
+    error = (found.double() - wanted).norm() / wanted.norm()
+    assert error < 2.0**-3 * 32**-0.5
+
+
+def fp8_grouped_on_cpu(rows: Tensor, scale: Tensor, stack: Fp8Stack, ends: Tensor) -> Tensor:
+    weights = stack.rows.float() * stack.scale[..., None]
+    found = grouped_on_cpu(rows.float() * scale[:, None], weights.transpose(1, 2), ends)
+    return found.bfloat16()
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize("num_rows", [0, 1, 37])
+def test_experts_in_e4m3(num_rows: int, is_grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_grouped:
+        monkeypatch.setattr(experts, "_takes_grouped", lambda w: True)
+        monkeypatch.setattr(experts, "_torch_grouped_mm", lambda device: grouped_on_cpu)
+        monkeypatch.setattr(experts, "_fp8_grouped_mm", fp8_grouped_on_cpu)
+    w = experts_of(fp8_tensors()).converted(in_fp8)
+    assert isinstance(w.first_stack, Fp8Stack) == is_grouped
+    if isinstance(w.out_stack, Fp8Stack):
+        assert w.out[2].rows.data_ptr() == w.out_stack.rows[2].data_ptr()  # held once
+    x = random(num_rows, 48, seed=25, dtype=torch.bfloat16)
+    found = run_experts(x, w, activation="silu")
+    if num_rows:
+        assert_near(found, fp8_expected(x, w))
+        e4m3_copy(x)  # as a norm leaves it
+        assert torch.equal(run_experts(x, w, activation="silu"), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_experts_in_e4m3_on_a_gpu(dtype: torch.dtype) -> None:
+    if native.why_no_kernel("fp8_linear", torch.device("cuda")) is not None:
+        pytest.skip("no kernel for this GPU")
+    parts = tuple(part.to("cuda", dtype) for part in fp8_tensors())
+    w = experts_of(parts).converted(in_fp8)
+    assert (w.first_stack is not None) == (dtype == torch.bfloat16)
+    for num_rows in (1, 37, 300):
+        x = random(num_rows, 48, seed=26).to("cuda", dtype)
+        found = run_experts(x, w, activation="silu")
+        assert_near(found, fp8_expected(x, w))
+        alone = run_experts(x[:1].clone(), w, activation="silu")
+        assert torch.equal(alone, found[:1])
