@@ -83,9 +83,16 @@ class CausalForward(PackedForward):
     outputs = CAUSAL_OUTPUTS
     has_graphs = False  # a call gives its keys and values, which a graph would have to own
 
-    def __init__(self, module: "PreTrainedModel", *, families: Families, pads: str = "zeros"):
+    def __init__(
+        self,
+        module: "PreTrainedModel",
+        *,
+        families: Families,
+        pads: str = "zeros",
+        dtype: str = "auto",
+    ):
         self.engines = EngineCache()
-        super().__init__(module, families=families, pads=pads)
+        super().__init__(module, families=families, pads=pads, dtype=dtype)
 
     def forget(self) -> None:
         super().forget()

@@ -203,14 +203,22 @@ class PackedForward(StandIn):
     """A base model's forward on packed rows; the original where bytetx cannot give its answer.
 
     families: that plans are made by.  pads: "zeros" or "stock", what a caller finds at pads.
+    dtype: "fp8" where the layers multiply copies in FP8, else "auto".
     """
 
     outputs = OUTPUTS
     has_graphs = True
 
-    def __init__(self, module: "PreTrainedModel", *, families: Families, pads: str = "zeros"):
+    def __init__(
+        self,
+        module: "PreTrainedModel",
+        *,
+        families: Families,
+        pads: str = "zeros",
+        dtype: str = "auto",
+    ):
         super().__init__(module)
-        self.families, self.pads = families, pads
+        self.families, self.pads, self.dtype = families, pads, dtype
         self.notices = Notices()
         self.bad_ids = BadIds()
         self.plan: PassPlan | None = None
@@ -218,7 +226,8 @@ class PackedForward(StandIn):
         self.graphs: tuple[Transformer, GraphPasses | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "families": self.families, "pads": self.pads}
+        names = ("module", "families", "pads", "dtype")
+        return {name: getattr(self, name) for name in names}
 
     def apply_to_module(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -410,7 +419,7 @@ class PackedForward(StandIn):
         plan = self.plan  # read once: another thread may be moving the model
         if plan is None or not plan.snapshot.is_current():
             self.forget()
-            self.plan = plan = build_plan(self.module, self.families)
+            self.plan = plan = build_plan(self.module, self.families, dtype=self.dtype)
         return plan
 
     def forget(self) -> None:

@@ -253,6 +253,7 @@ def _checkpoint_of(forward: CausalForward, lm_head: nn.Linear) -> LoadedCheckpoi
         unused_tensors=(),
         device=word.device,
         dtype=word.dtype,
+        quantization=None if forward.dtype == "auto" else forward.dtype,
     )
 
 

@@ -15,14 +15,15 @@ from bytetx.checkpoint.families import Families
 from bytetx.checkpoint.layer_spec import LINEARS
 from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec, build_module_spec
-from bytetx.errors import CheckpointError
+from bytetx.errors import CheckpointError, OptionError
 from bytetx.hf.pooler import APART
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
 from bytetx.nn.layer_names import copied_tensor_names, tensor_names
+from bytetx.nn.quantization import WEIGHT_FORMATS, weight_format
 from bytetx.nn.rotary import frequencies_of, rotary_tables
 from bytetx.nn.tensors import fuse_rows
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.check import addresses, version_of
+from bytetx.ops.check import HALF_DTYPES, addresses, version_of
 from bytetx.runtime.forking import computing
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class Snapshot:
     Plain lists compared by C loops: about 60 us for the 12 layers of BERT-base.
     """
 
-    def __init__(self, base: "PreTrainedModel", spec: ModelSpec | None):
-        """spec: None of a model that is refused."""
+    def __init__(self, base: "PreTrainedModel", spec: ModelSpec | None, *, copies: bool = False):
+        """spec: None of a model that is refused.  copies: whether the plan copies every weight."""
         from bytetx.hf.stock import ReadValues
 
         links = list(_inner_modules(base))
@@ -83,7 +84,9 @@ class Snapshot:
         self.parameters = [owner[name] for owner, name in owners]
         self.tensors = [p for p in self.parameters if p is not None]
         self.addresses: list[int] = []
-        names: Iterable[str] = () if spec is None else copied_tensor_names(spec)
+        names: Iterable[str] = ()
+        if spec is not None:
+            names = (tensor_names if copies else copied_tensor_names)(spec)
         found = dict(base.named_parameters(remove_duplicate=False))
         # Their changes are counted: a plan copies from them, or computes tables of them.
         self.copied = [found[name] for name in names if name in found]
@@ -128,12 +131,13 @@ class Snapshot:
         return any(tensor.requires_grad for tensor in self.tensors)
 
 
-def build_plan(base: "PreTrainedModel", families: Families) -> PassPlan:
+def build_plan(base: "PreTrainedModel", families: Families, *, dtype: str = "auto") -> PassPlan:
     """Inspects the base model and, where it is supported, shares its parameters.
 
     The query, key and value parameters of each layer become views of one storage, and so do gate
     and value of a gated layer, so that they run as one GEMM without being held twice; a Conv1D's
     weight is laid out by columns.  Names, shapes and values stay.
+    dtype: "fp8": layers multiply copies in FP8, made again once a parameter has changed.
     """
     with computing(), _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
         spec: ModelSpec | None = None
@@ -143,12 +147,15 @@ def build_plan(base: "PreTrainedModel", families: Families) -> PassPlan:
             spec = _spec_of(base, families)
         except CheckpointError as error:
             reason = str(error)
-        snapshot = Snapshot(base, spec)
+        quantization = dtype if dtype in WEIGHT_FORMATS else None
+        snapshot = Snapshot(base, spec, copies=quantization is not None)
         try:
             if spec is not None:
                 reason = _reason_against(base, spec, snapshot.tensors)
+            if spec is not None and reason is None and quantization is not None:
+                reason = _reason_against_quantization(spec, snapshot.tensors[0], quantization)
             if spec is not None and reason is None:
-                transformer = _share(base, spec)
+                transformer = _share(base, spec, quantization)
         except CheckpointError as error:
             reason = str(error)
         snapshot.seal()
@@ -168,7 +175,18 @@ def separate_parameters(base: nn.Module) -> None:
                 parameter.data = parameter.data.contiguous()
 
 
-def _share(base: "PreTrainedModel", spec: ModelSpec) -> Transformer:
+def _reason_against_quantization(spec: ModelSpec, first: torch.Tensor, name: str) -> str | None:
+    if first.dtype not in HALF_DTYPES:
+        kind = str(first.dtype).removeprefix("torch.")
+        return f"dtype {name} is for models in float16 or bfloat16, and this one is in {kind}"
+    try:
+        weight_format(name, spec).check(spec, first.device)
+    except OptionError as error:
+        return str(error)
+    return None
+
+
+def _share(base: "PreTrainedModel", spec: ModelSpec, quantization: str | None) -> Transformer:
     parameters = dict(base.named_parameters(remove_duplicate=False))
     stems = [spec.layer_names(i) for i in range(spec.num_layers)]
     for name in _column_major_names(spec, stems):
@@ -185,7 +203,13 @@ def _share(base: "PreTrainedModel", spec: ModelSpec) -> Transformer:
     tensors = {name: _plain(weight) for name, weight in weights.items()}
     first = tensors[spec.embeddings["word"]]
     transformer = Transformer.from_tensors(
-        spec, tensors, dtype=first.dtype, device=first.device, prepack=False, shares=True
+        spec,
+        tensors,
+        dtype=first.dtype,
+        device=first.device,
+        prepack=False,
+        shares=True,
+        quantization=quantization,
     )
     _take_frequencies(base, transformer)
     return transformer

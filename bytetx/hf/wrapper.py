@@ -34,11 +34,18 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 OLDEST_TRANSFORMERS = (5, 0)
 PADS = ("zeros", "stock")
+WRAP_DTYPES = ("auto", "fp8")
 # Of the modules that transformers makes of a checkpoint's Python files.
 _CODE_OF_FILES = "transformers_modules."
 
 
-def wrap(model: ModelT, *, pads: str = "zeros", families: str | Path | None = None) -> ModelT:
+def wrap(
+    model: ModelT,
+    *,
+    pads: str = "zeros",
+    families: str | Path | None = None,
+    dtype: str = "auto",
+) -> ModelT:
     """Replaces the model's forward by one on packed tokens and returns the same object.
 
     model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, XLM-RoBERTa-XL, CamemBERT, RoBERTa-
@@ -48,9 +55,13 @@ def wrap(model: ModelT, *, pads: str = "zeros", families: str | Path | None = No
     Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, StarCoder2, StableLM, SmolLM3, OLMo 2, Granite, GPT-
     BigCode, Falcon or Gemma 1 to 3, bare or with any of its heads; a SentenceTransformer,
     CrossEncoder, SparseEncoder or MultiVectorEncoder; or any module that holds one of these.
-    pads: the values at pads, see below.  Wrapping again changes `pads` only.
+    pads: the values at pads, see below.  Wrapping again changes `pads` and `dtype` only.
     families: a folder of TOML files as bytetx.load takes it, for configs whose model_type bytetx
     does not know, or knows otherwise; the classes are those above.
+    dtype: "auto" multiplies in the model's own; "fp8" multiplies copies of the layers' weights in
+    FP8 (docs/quantization.md), which take half of the parameters' memory beside them and are made
+    again once a parameter changes. Where that cannot run, the original forward does, and a
+    FallbackWarning says why.
 
     Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at every
     token.  At a pad every output is zeros, whichever forward runs: hidden states, logits of any
@@ -90,13 +101,18 @@ def wrap(model: ModelT, *, pads: str = "zeros", families: str | Path | None = No
     until then does writing to its entries write to the model.  Where bytetx cannot give the model's
     output (training, gradients, attention weights, changed modules), the original forward runs, and
     a FallbackWarning names each reason once.
-    Raises TypeError for anything else, InputError for other `pads`, OptionError where `families` is
-    no folder of TOML files, and BytetxError where transformers is too old, accelerate has spread
-    the model over devices, or transformers' class lacks what the config says (NomicBERT v2's
-    experts).
+    Raises TypeError for anything else, InputError for other `pads` or `dtype`, OptionError where
+    `families` is no folder of TOML files, and BytetxError where transformers is too old, accelerate
+    has spread the model over devices, or transformers' class lacks what the config says (NomicBERT
+    v2's experts).
     """
     if pads not in PADS:
         raise InputError(f"pads must be one of {', '.join(map(repr, PADS))}, got {shown(pads)}")
+    if dtype not in WRAP_DTYPES:
+        raise InputError(
+            f"dtype must be one of {', '.join(map(repr, WRAP_DTYPES))}, got {shown(dtype)}; for "
+            "another one convert the model itself"
+        )
     known = read_families(families)
     bases = _base_models(model)
     _check_transformers()
@@ -107,11 +123,14 @@ def wrap(model: ModelT, *, pads: str = "zeros", families: str | Path | None = No
         forward = base.__dict__.get("forward")
         if not isinstance(forward, PackedForward):
             kind = CausalForward if type(base).__name__ in CAUSAL_OUTPUTS else PackedForward
-            forward = kind(base, families=known)
+            forward = kind(base, families=known, dtype=dtype)
             forward.current_plan()
             base.forward = forward
             base._apply = forward.apply_to_module  # type: ignore[method-assign]  # unwrap undoes it
         forward.pads = pads
+        if forward.dtype != dtype:
+            forward.dtype = dtype
+            forward.forget()
     for module in model.modules():
         if _is_head(module) and "forward" not in module.__dict__:
             module.forward = _head_kind(module)(module)
