@@ -226,6 +226,10 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     codes = torch.empty(9, 16, *q.shape[1:], dtype=torch.uint8)
     scales = torch.empty(9, q.shape[1], 16, dtype=torch.uint8)
     triton_kernels.write_codes(q, q, codes, codes, ids, scales, scales)
+    table = ids.new_zeros(1, 8)
+    triton_kernels.restore_pages(
+        codes, codes, scales, scales, table, ids[:1], num_columns=4, dtype=dtype
+    )
     triton_kernels.pool(x, ends, mode="mean", first_tokens=None, normalize=False)
     tiles = triton_kernels.tiles_of(*[ends.numpy().astype(int)] * 2, dtype, ends.device)
     triton_kernels.maxsim(q[:, 0].contiguous(), k[:, 0].contiguous(), tiles)

@@ -29,6 +29,7 @@ from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.nn.mixers import allocate_states, state_bytes
 from bytetx.ops.linear import LinearWeight, primitives_bytes
 from bytetx.ops.native import tile_rows
+from bytetx.ops.paged import MAX_RESTORED_BYTES
 from bytetx.runtime.faults import is_out_of_memory
 from bytetx.runtime.paged_layout import MAX_MIXED_TOKENS
 
@@ -294,7 +295,8 @@ def _cache_limit_bytes(device: torch.device) -> int:
 def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_samples: int) -> int:
     """Activations of a full step, and the logits of all samples with two f32 copies of them.
 
-    On a GPU the graphs of small steps hold activations and logits of their own.
+    On a GPU the graphs of small steps hold activations and logits of their own, and keys and values
+    of codes are restored, those of one layer at a time.
     """
     spec, itemsize = checkpoint.spec, checkpoint.dtype.itemsize
     if checkpoint.device.type == "cpu":
@@ -305,6 +307,8 @@ def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_sample
         step += 2 * _CUBLAS_BYTES
         captured = max(max_samples, min(MAX_MIXED_TOKENS, token_budget))
         step += spec.workspace_bytes(captured, itemsize) + logits * itemsize
+        if has_coded_cache(checkpoint):
+            step += MAX_RESTORED_BYTES
     return step
 
 

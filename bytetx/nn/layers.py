@@ -31,7 +31,7 @@ from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import MAX_FEW_ROWS, LinearWeight
 from bytetx.ops.linear_rotary import HeadRotation
 from bytetx.ops.norm import RowNorm
-from bytetx.ops.paged import PAGED_ATTENTION, WRITE_KV, PagedCalls
+from bytetx.ops.paged import PAGED_ATTENTION, WRITE_KV, PagedCalls, fits_restored
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
 from bytetx.ops.panels import PanelFinder
 from bytetx.ops.rotary_kv import NORM_ROTARY, ROTARY_WRITE_KV, norm_heads
@@ -370,16 +370,19 @@ class Layers:
         if self.buckets is not None:
             calls = (dtype, head_dim, is_aligned, has_work)
             return DISENTANGLED_ATTENTION.choose(device, *calls).run, None
-        if cache is not None:
+        if cache is not None and batch.past is not None:
+            pages, has_codes = cache.layers[0].k_cache, cache.layers[0].k_scales is not None
             paged = PagedCalls(
                 dtype,
                 *heads,
-                page_size=cache.layers[0].k_cache.shape[1],
+                page_size=pages.shape[1],
                 decodes=batch.max_seqlen <= 1,
                 is_aligned=is_aligned,
                 has_scale=has_scale,
                 has_work=has_work,
-                has_codes=cache.layers[0].k_scales is not None,
+                has_codes=has_codes,
+                restores=has_codes
+                and fits_restored(pages, len(batch.past.kv_seqlens), batch.past.max_kv_seqlen),
             )
             return PAGED_ATTENTION.choose(device, paged).run, self._plan(batch, window)
         has_bias = self.relative_bias is not None

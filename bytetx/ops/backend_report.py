@@ -71,7 +71,8 @@ def _backing(op: Operation, device: torch.device) -> str:
             if reason is None:
                 described = _describe(op, backend, device)
                 return f"{described}: {'; '.join(reasons)}" if reasons else described
-            reasons.append(reason)
+            if reason not in reasons:  # backends of one kernel lack it alike
+                reasons.append(reason)
     return f"none: {'; '.join(reasons) or other}"
 
 

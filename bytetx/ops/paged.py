@@ -16,6 +16,7 @@ from bytetx.ops.check import (
     require_softcap,
     require_tensor,
 )
+from bytetx.ops.kv_codes import restored_pages
 from bytetx.ops.native import empty_rows
 from bytetx.ops.paged_plan import (
     EarlyRead,
@@ -27,6 +28,9 @@ from bytetx.ops.paged_plan import (
 from bytetx.ops.registry import Operation
 
 _INT32 = (torch.int32,)
+# Of a layer's keys and values that are restored from codes for a step with pieces of prompts.
+MAX_RESTORED_BYTES = 512 << 20
+_RESTORED_AT_A_TIME = 16 << 20  # bytes, of keys and values on a CPU
 _MAX_GROUP = 256  # query heads on one key head: kGroupQueries in csrc/cpu/attention.h
 
 
@@ -35,7 +39,8 @@ class PagedCalls(NamedTuple):
 
     decodes: whether no sequence has more than one row.  is_aligned: whether rows and pages start at
     multiples of 16 bytes.  has_scale: whether softmax_scale is above 0.  has_work: whether there is
-    a row and a sequence.  has_codes: whether pages hold E4M3 codes and scales.
+    a row and a sequence.  has_codes: whether pages hold E4M3 codes and scales.  restores: whether
+    all keys and values of the step fit the memory where they are restored from their codes.
     """
 
     dtype: torch.dtype
@@ -48,6 +53,7 @@ class PagedCalls(NamedTuple):
     has_scale: bool = True
     has_work: bool = True
     has_codes: bool = False
+    restores: bool = False
 
 
 # run takes what paged_attention does, checked, with every option given.
@@ -146,6 +152,7 @@ def paged_attention(
         has_scale=softmax_scale > 0,
         has_work=q.shape[0] > 0 and kv_seqlens.shape[0] > 0,
         has_codes=k_scales is not None,
+        restores=k_scales is not None and fits_restored(k_cache, len(kv_seqlens), max_kv_seqlen),
     )
     rows: Tensor = PAGED_ATTENTION.choose(q.device, calls).run(
         q,
@@ -292,6 +299,63 @@ def _run_planned(
     return run_planned(q, k_cache, v_cache, page_table, plan, **options)
 
 
+def fits_restored(k_cache: Tensor, batch_size: int, max_kv_seqlen: int) -> bool:
+    """Whether the codes of so many sequences may be restored, to 16 bits, for a step."""
+    _, page_size, num_kv_heads, head_dim = k_cache.shape
+    num_keys = batch_size * -(-max_kv_seqlen // page_size) * page_size
+    return 4 * num_keys * num_kv_heads * head_dim <= MAX_RESTORED_BYTES
+
+
+def _takes_restored(device: torch.device, calls: PagedCalls) -> bool:
+    heads = (calls.num_heads, calls.num_kv_heads, calls.head_dim)
+    fits = calls.restores and not calls.decodes and fits_kernel(*heads, 2)
+    fits &= triton_backend.why_no_triton(device) is None
+    return fits and calls.dtype in HALF_DTYPES and calls.is_aligned and calls.has_scale
+
+
+@PAGED_ATTENTION.register(
+    "restored",
+    "cuda",
+    why_missing=lambda device: native.why_no_kernel("planned_paged_attention", device),
+    takes=lambda device, calls: _takes_restored(device, calls) and calls.has_work,
+)
+def run_restored(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    page_table: Tensor,
+    kv_seqlens: Tensor,
+    max_kv_seqlen: int,
+    k_scales: Tensor,
+    v_scales: Tensor,
+    early_read: EarlyRead,
+    **options: Any,
+) -> Tensor:
+    """Writes keys and values out in q's dtype, for the prefill tiles that read no codes."""
+    num_columns = -(-max_kv_seqlen // k_cache.shape[1])
+    k_pages, v_pages = triton_backend.kernels(q.device).restore_pages(
+        k_cache,
+        v_cache,
+        k_scales,
+        v_scales,
+        page_table,
+        kv_seqlens,
+        num_columns=num_columns,
+        dtype=q.dtype,
+    )
+    pages = torch.arange(len(k_pages), dtype=torch.int32, device=q.device)
+    return _run_planned(
+        q,
+        k_pages,
+        v_pages,
+        page_table=pages.view(-1, num_columns),
+        kv_seqlens=kv_seqlens,
+        max_kv_seqlen=max_kv_seqlen,
+        **options,
+    )
+
+
 # Heads of more than 128 features and f32 have no native kernel on a GPU.
 @PAGED_ATTENTION.triton_kernel(
     beside="",
@@ -378,12 +442,13 @@ def _check_plan(
 
 def _takes_kernel(device: torch.device, calls: PagedCalls) -> bool:
     is_native = calls.dtype in (torch.float32, torch.bfloat16) and calls.head_dim > 0
-    is_native &= not calls.has_codes
     fits = calls.page_size >= 2 and calls.num_heads <= _MAX_GROUP * calls.num_kv_heads
     return is_native and fits
 
 
-@PAGED_ATTENTION.native_kernel("cpu", takes=_takes_kernel)
+@PAGED_ATTENTION.native_kernel(
+    "cpu", takes=lambda device, calls: _takes_kernel(device, calls) and not calls.has_codes
+)
 def run_kernel(
     q: Tensor,
     k_cache: Tensor,
@@ -455,6 +520,67 @@ def run_kernel(
         batch_invariant=batch_invariant,
         launch=launch,
     )
+    return out
+
+
+@PAGED_ATTENTION.register(
+    "restored",
+    "cpu",
+    why_missing=lambda device: native.why_no_kernel("paged_attention", device),
+    takes=lambda device, calls: _takes_kernel(device, calls) and calls.has_codes,
+)
+def _run_restored_on_cpu(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    page_table: Tensor,
+    kv_seqlens: Tensor,
+    window: int,
+    k_scales: Tensor,
+    v_scales: Tensor,
+    out: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """The native kernel on keys and values that are written out in q's dtype, those of some
+    sequences at a time."""
+    out = empty_rows(len(q), q.shape[1:], q.dtype) if out is None else out
+    num_pages, page_size = k_cache.shape[:2]
+    seqlens, columns = cu_seqlens.diff(), torch.arange(page_table.shape[1])
+    first = (kv_seqlens - seqlens - window + 1).clamp(min=0) // page_size if window else seqlens * 0
+    end = torch.where(seqlens > 0, (kv_seqlens + page_size - 1) // page_size, 0)
+    is_read = (columns >= first[:, None]) & (columns < end[:, None])
+    most = max(_RESTORED_AT_A_TIME // (4 * k_cache[:1].numel()), 1) if num_pages else 1
+    counts, rows = is_read.sum(1).tolist(), cu_seqlens.tolist()
+    start = 0
+    while start < len(counts):
+        stop, total = start + 1, counts[start]
+        while stop < len(counts) and total + counts[stop] <= most:
+            total, stop = total + counts[stop], stop + 1
+        own = is_read[start:stop]
+        pages = page_table[start:stop][own].long()
+        if total and not 0 <= int(pages.min()) <= int(pages.max()) < num_pages:
+            raise ValueError(f"page_table[{start}:{stop}] must name pages below {num_pages}")
+        table = torch.full(own.shape, -1, dtype=torch.int32)
+        table[own] = torch.arange(total, dtype=torch.int32)
+        part = slice(rows[start], rows[stop])
+        # Indexing by a tensor takes 15 times as long as index_select there.
+        k, k_own, v, v_own = (
+            t.index_select(0, pages) for t in (k_cache, k_scales, v_cache, v_scales)
+        )
+        run_kernel(
+            q[part],
+            restored_pages(k, k_own, q.dtype),
+            restored_pages(v, v_own, q.dtype),
+            cu_seqlens=cu_seqlens[start : stop + 1] - rows[start],
+            page_table=table,
+            kv_seqlens=kv_seqlens[start:stop].contiguous(),
+            window=window,
+            out=out[part],
+            **options,
+        )
+        start = stop
     return out
 
 

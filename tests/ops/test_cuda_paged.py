@@ -11,6 +11,7 @@ from paged_steps import Step, assert_exact, make_step
 from pairwise import pairwise
 from torch import Tensor
 
+from bytetx.ops import paged, triton_backend
 from bytetx.ops.kv_codes import NAN_SCALE, quantize_kv, restore_kv
 from bytetx.ops.paged import PAGED_ATTENTION, PagedCalls, paged_attention, write_kv
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
@@ -520,6 +521,22 @@ def test_codes_take_the_native_kernel_for_decode_rows_alone() -> None:
     assert PAGED_ATTENTION.choose(device, calls).name == "native"
     for other in ({"decodes": False}, {"page_size": 8}, {"head_dim": 40}):
         assert PAGED_ATTENTION.choose(device, calls._replace(**other)).name != "native"
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_prompts_over_codes_are_restored_where_they_fit(
+    restores: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, triton_kernels = [], triton_backend.kernels(torch.device("cuda"))
+    restore = triton_kernels.restore_pages
+    monkeypatch.setattr(
+        triton_kernels, "restore_pages", lambda *a, **k: chosen.append(1) or restore(*a, **k)
+    )
+    if not restores:
+        monkeypatch.setattr(paged, "MAX_RESTORED_BYTES", 0)
+    heads = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "has_codes": True}
+    check([(300, 300), (1, 900), (70, 1500), (0, 9)], dtype=dtype, **heads)
+    assert bool(chosen) == restores
 
 
 @pytest.mark.parametrize("num_tokens", [5, 3000])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.gated import prepare_gated
+from bytetx.ops.kv_codes import quantize_kv, restore_kv
 from bytetx.ops.linear import ACTIVATIONS
 from bytetx.ops.pooling import POOLING_MODES
 from bytetx.ops.sampling import uniform
@@ -216,6 +217,25 @@ def test_written_codes_have_the_bits_of_the_reference(head_dim: int, dtype: torc
     for ours, right, scale in zip(caches[:2], caches[2:], scales, strict=False):
         finite = (scale != 255).transpose(1, 2)  # other codes say nothing
         assert torch.equal(ours[finite], right[finite])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [24, 64])
+def test_pages_are_restored_in_order(head_dim: int, dtype: torch.dtype) -> None:
+    k, v = normal(2, 6, 8, 2, head_dim).unbind()
+    (k_codes, k_scales), (v_codes, v_scales) = quantize_kv(k), quantize_kv(v)
+    k_scales, v_scales = (t.transpose(1, 2).contiguous() for t in (k_scales, v_scales))
+    table, kv_seqlens = ints(4, 1, -1, 0, 3, 5, 2, 9).view(2, 4), ints(13, 24)
+    table[1, 0] = -1  # before a window
+    both = triton_kernels.restore_pages(
+        *(k_codes, v_codes, k_scales, v_scales, table, kv_seqlens), num_columns=3, dtype=dtype
+    )
+    for found, codes, scales in zip(both, (k_codes, v_codes), (k_scales, v_scales), strict=True):
+        wanted = restore_kv(codes, scales.transpose(1, 2)).to(dtype)
+        found = found.view(2, 3, 8, 2, head_dim)
+        assert torch.equal(found[0, 0], wanted[4])
+        assert torch.equal(found[0, 1, :5], wanted[1, :5]) and not found[0, 1, 5:].any()
+        assert torch.equal(found[1, 1], wanted[5]) and torch.equal(found[1, 2], wanted[2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,7 +9,7 @@ from bytetx.ops.triton_kernels.convolution import short_conv
 from bytetx.ops.triton_kernels.disentangled import disentangled_attention
 from bytetx.ops.triton_kernels.gemm import linear
 from bytetx.ops.triton_kernels.grouped import grouped_linear, grouped_rows
-from bytetx.ops.triton_kernels.kv_codes import write_codes
+from bytetx.ops.triton_kernels.kv_codes import restore_pages, write_codes
 from bytetx.ops.triton_kernels.late_interaction import (
     MAX_ONE_QUERY,
     maxsim,
@@ -41,6 +41,7 @@ __all__ = [
     "pack_padded",
     "paged_attention",
     "pool",
+    "restore_pages",
     "rotary",
     "sample",
     "sequence_bounds",

@@ -1,5 +1,6 @@
 """Keys and values in FP8 (ops/kv_codes.py) by integer operations, as GPUs before Ada need it."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +23,89 @@ def restored_rows(codes, scales, DTYPE: tl.constexpr):
     factors = (exponents << 23).to(tl.float32, bitcast=True)
     values = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return (values * factors[:, None]).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_columns"])
+def _restore_kernel(
+    k_cache,
+    v_cache,
+    k_scales,
+    v_scales,
+    page_table,
+    kv_seqlens,
+    k_pages,
+    v_pages,
+    table_stride,
+    num_columns,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    sequence, column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
+    head = tl.program_id(1)
+    num_keys = tl.load(kv_seqlens + sequence) - column * PAGE_SIZE
+    if num_keys <= 0:
+        return
+    page = tl.load(page_table + sequence * table_stride + column).to(tl.int64)
+    if page < 0:
+        return
+    tokens, features = tl.arange(0, PAGE_SIZE), tl.arange(0, BLOCK)
+    in_row = features[None, :] < HEAD_DIM
+    is_key = (tokens[:, None] < num_keys) & in_row
+    rows = (tokens * NUM_HEADS + head)[:, None] * HEAD_DIM + features[None, :]
+    size = PAGE_SIZE * NUM_HEADS * HEAD_DIM
+    scales = (page * NUM_HEADS + head) * PAGE_SIZE + tokens
+    target = tl.program_id(0).to(tl.int64) * size + rows
+    k = tl.load(k_cache + page * size + rows, mask=is_key, other=0)
+    v = tl.load(v_cache + page * size + rows, mask=is_key, other=0)
+    # What is no key is 0, whatever the scale says.
+    k_scale = tl.load(k_scales + scales, mask=tokens < num_keys, other=127)
+    v_scale = tl.load(v_scales + scales, mask=tokens < num_keys, other=127)
+    dtype: tl.constexpr = k_pages.dtype.element_ty
+    tl.store(k_pages + target, restored_rows(k, k_scale, dtype), mask=in_row)
+    tl.store(v_pages + target, restored_rows(v, v_scale, dtype), mask=in_row)
+
+
+def restore_pages(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scales: Tensor,
+    v_scales: Tensor,
+    page_table: Tensor,
+    kv_seqlens: Tensor,
+    *,
+    num_columns: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of the first num_columns pages of each sequence, one sequence's pages behind
+    the other's: two of [batch_size * num_columns, page_size, num_kv_heads, head_dim], in dtype.
+
+    Pages without keys, or with a negative number, are left as they were allocated.
+    """
+    _, page_size, num_heads, head_dim = k_cache.shape
+    shape = (len(kv_seqlens) * num_columns, page_size, num_heads, head_dim)
+    k_pages, v_pages = (torch.empty(shape, dtype=dtype, device=k_cache.device) for _ in range(2))
+    launch(
+        _restore_kernel,
+        (shape[0], num_heads),
+        k_cache,
+        v_cache,
+        k_scales,
+        v_scales,
+        page_table,
+        kv_seqlens,
+        k_pages,
+        v_pages,
+        page_table.stride(0),
+        num_columns,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        BLOCK=next_power_of_2(head_dim),
+        num_warps=4,
+    )
+    return k_pages, v_pages
 
 
 @triton.jit
