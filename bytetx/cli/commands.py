@@ -549,13 +549,7 @@ def generate(
     generation_config: Annotated[
         str, typer.Option(metavar="auto|vllm|none|PATH", help=GENERATION_CONFIG_HELP)
     ] = "auto",
-    chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="What chat templates read: tools, documents, variables of the checkpoint's.",
-        ),
-    ] = None,
+    chat_template_kwargs: forms.TemplateKwargs = None,
     kv_cache_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="KV cache in tokens; by default what fits the memory."),

@@ -134,7 +134,7 @@ def test_answers_have_their_form_and_do_not_depend_on_others(
     assert scheduler.pages.num_available == num_pages
 
 
-def answer(shared: GrammarCompiler, runs_ahead: bool = True, **options: Any) -> tuple:
+def answer(shared: GrammarCompiler, runs_ahead: bool = True, **options: Any) -> Any:
     engine, _, _ = engine_of(eos_token_ids=(EOS,), compiler=shared, runs_ahead=runs_ahead)
     engine.add_request([1, 2], SamplingParams(**{"seed": 3, "max_tokens": 40} | options))
     return whole(run(engine)[0, 0])

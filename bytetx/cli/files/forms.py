@@ -1,4 +1,4 @@
-"""Options of `bytetx generate` for the form of all answers."""
+"""Options of `bytetx generate` for the form of all chats and answers."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,6 +7,13 @@ import typer
 
 from bytetx.errors import OptionError
 
+TemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="What chat templates read: tools, documents, variables of the checkpoint's.",
+    ),
+]
 JsonSchema = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Answers are JSON of this schema.")
 ]
