@@ -16,6 +16,8 @@ from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead, LogitRows
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.linear import LinearWeight
+from bytetx.ops.panels import PanelFinder
 from bytetx.packed import PackedBatch, Past
 from bytetx.runtime.faults import (
     failed_op,
@@ -70,6 +72,8 @@ class ModelRunner:
         self._stream: torch.cuda.Stream | None = None
         self._steps: CudaSteps | None = None
         self._cpu_steps = CpuSteps.of(transformer, cache)
+        if self._cpu_steps is not None and isinstance(head.decoder, LinearWeight):
+            PanelFinder().find_few_rows(head.decoder)
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
             self.wait_for_current_stream()

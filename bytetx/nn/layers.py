@@ -291,7 +291,8 @@ class Layers:
             finder = PanelFinder()
             for layer in filter(_is_dense, self.weights):
                 for w in layer.linears:
-                    finder.find_few_rows(w.dense)
+                    if w.dense.dtype == torch.float32:
+                        finder.find_few_rows(w.dense)
 
     def _sums(self, x: torch.Tensor) -> torch.Tensor:
         """The sums that x stands for, which the layers divide by residual_multiplier."""

@@ -57,11 +57,15 @@ _ONEDNN_ACTIVATIONS = {
 # At most so many rows run with oneDNN's weight by our kernel, where that has its bits. Above, our
 # kernel is no faster.
 MAX_FEW_ROWS = 12
-# The activations that torch has with the bits of oneDNN's, which it calls.
-_FEW_ROWS_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "gelu": torch.nn.functional.gelu,
-    "relu": torch.relu,
+# The activations that torch has with the bits of oneDNN's, which it calls; in bf16 a product is
+# rounded before them.
+_FEW_ROWS_ACTIVATIONS: dict[torch.dtype, dict[str, Callable[[Tensor], Tensor]]] = {
+    torch.float32: {
+        "none": lambda x: x,
+        "relu": torch.relu,
+        "gelu": torch.nn.functional.gelu,
+    },
+    torch.bfloat16: {"none": lambda x: x},
 }
 _CPU_KERNELS = {torch.float32: f32_linear, torch.bfloat16: bf16_linear}
 
@@ -158,6 +162,11 @@ class LinearWeight:
 
     def activated(self, product: Tensor, activation: str) -> Tensor:
         return reference.activate(product, activation)
+
+
+def few_rows_activations(dtype: torch.dtype) -> tuple[str, ...]:
+    """Activations behind LinearWeight.few_rows of this dtype, in order of their cost."""
+    return tuple(_FEW_ROWS_ACTIVATIONS.get(dtype, ()))
 
 
 def prepare_linear(
@@ -400,10 +409,10 @@ def _run_onednn(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor
     if (
         m <= MAX_FEW_ROWS
         and w.few_rows is not None
-        and activation in _FEW_ROWS_ACTIVATIONS
+        and activation in _FEW_ROWS_ACTIVATIONS[w.dtype]
         and not torch.compiler.is_compiling()
     ):
-        few = _FEW_ROWS_ACTIVATIONS[activation](w.few_rows(x))
+        few = _FEW_ROWS_ACTIVATIONS[w.dtype][activation](w.few_rows(x))
         return few if residual is None else few.add_(residual)
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
     d: Tensor = torch.ops.mkldnn._linear_pointwise(

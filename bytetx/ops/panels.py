@@ -10,7 +10,13 @@ import numpy as np
 import torch
 
 from bytetx.ops import native
-from bytetx.ops.linear import MAX_FEW_ROWS, LinearWeight, has_fixed_bf16
+from bytetx.ops.linear import (
+    MAX_FEW_ROWS,
+    LinearWeight,
+    few_rows_activations,
+    has_fixed_bf16,
+    prepare_linear,
+)
 from bytetx.ops.native_params import PanelMatrix
 from bytetx.ops.panel_linear import (
     BF16_DOT,
@@ -28,6 +34,7 @@ _COLUMNS = (64, 48, 32, 16)
 _CHAINS = (0, 1024, 512, 2048, 256, 4096)
 _PADDING = 64
 _TRIED_ROWS = 64
+_MOST_TRIED = 4096  # outputs of a weight whose layout is tried on itself to run few rows
 _LARGE_EXPONENT = 20  # a large product's: sums of about 1 lose what a rounding to bf16 leaves
 
 
@@ -45,6 +52,12 @@ class _PanelLayout:
         sizes = (self.features, self.columns, self.chain, self.format)
         return PanelMatrix(address, w.bias, None, w.n, w.k, *sizes)
 
+    def fits(self, w: LinearWeight) -> bool:
+        """Whether oneDNN has as many bytes of w as the layout has."""
+        num_items = torch.ops.mkldnn._nbytes(w.weight) // w.dtype.itemsize
+        outputs = -(-w.n // self.columns) * self.columns
+        return bool(self.features * outputs == num_items)
+
 
 @dataclass(frozen=True, slots=True)
 class PanelFinder:
@@ -56,15 +69,16 @@ class PanelFinder:
 
     def find_few_rows(self, w: LinearWeight) -> None:
         """Give w what runs few rows faster than oneDNN, in its layout and with its bits, if any."""
-        if w.dtype != torch.float32 or w.weight.dtype == torch.int32 or w.few_rows is not None:
+        activations = few_rows_activations(w.dtype)
+        if not activations or w.weight.dtype == torch.int32 or w.few_rows is not None:
             return
-        panels = _plain_panels(w) if w.is_plain else self.find(w)
+        panels = _plain_panels(w) if w.is_plain else self._find_large(w)
         if panels is None:
             return
         few = replace(w, few_rows=native.PanelProduct.of(panels, w.dtype))
-        x = torch.randn(_TRIED_ROWS, w.k, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(_TRIED_ROWS, w.k, generator=torch.Generator().manual_seed(1)).to(w.dtype)
         some = x[:MAX_FEW_ROWS]
-        by_few, wanted = few.matmul(some, activation="gelu"), w.matmul(some, activation="gelu")
+        by_few, wanted = (v.matmul(some, activation=activations[-1]) for v in (few, w))
         if few.few_rows is not None and torch.equal(by_few, wanted):
             w.take_few_rows(few.few_rows)
 
@@ -85,10 +99,31 @@ class PanelFinder:
         found = self._found[key]
         return None if found is None else found.of(w, torch.ops.mkldnn.data_ptr(w.weight))
 
+    def _find_large(self, w: LinearWeight) -> PanelMatrix | None:
+        """As find; a weight of many outputs, such as a head, gets the layout that a small one has.
+
+        The caller compares results, since neither layout nor order of sums is tried on w itself.
+        """
+        if w.n <= _MOST_TRIED or not w.is_prepacked:
+            return self.find(w)
+        rng = torch.Generator().manual_seed(2)
+        small = prepare_linear(
+            torch.randn(_MOST_TRIED, w.k, generator=rng).to(w.dtype), prepack=True
+        )
+        panels = self.find(small)
+        if panels is None or (w.bias is not None and not w.bias.is_contiguous()):
+            return None
+        layout = _PanelLayout(panels.features, panels.columns, panels.chain, panels.format)
+        if not layout.fits(w):
+            return None
+        return layout.of(w, torch.ops.mkldnn.data_ptr(w.weight))
+
 
 def _plain_panels(w: LinearWeight) -> PanelMatrix | None:
     """A plain f32 weight as panels of one output, in oneDNN's usual order of sums."""
-    if w.weight.device.type != "cpu" or w.n * w.k == 0 or why_no_panels() is not None:
+    if w.weight.device.type != "cpu" or w.dtype != torch.float32 or w.n * w.k == 0:
+        return None
+    if why_no_panels() is not None:
         return None
     if any(t is not None and not t.is_contiguous() for t in (w.weight, w.bias)):
         return None

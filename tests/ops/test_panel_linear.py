@@ -162,17 +162,29 @@ def test_plain_rows_have_the_bits_of_panels(isa: str, shape: tuple[int, int, int
     assert torch.equal(panel_linear(x, plain, isa=isa), panel_linear(x, w, isa=isa))
 
 
+@pytest.mark.parametrize("most_tried", [4096, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prepack", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_few_rows_of_a_weight_have_the_bits_of_many(has_bias: bool, prepack: bool) -> None:
-    x, weight, bias = operands(40, 96, 1100, torch.float32)
+def test_few_rows_of_a_weight_have_the_bits_of_many(
+    has_bias: bool,
+    prepack: bool,
+    dtype: torch.dtype,
+    most_tried: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 64: in the layout of a weight of fewer outputs
+    monkeypatch.setattr("bytetx.ops.panels._MOST_TRIED", most_tried)
+    x, weight, bias = operands(40, 96, 1100, dtype)
     given = bias if has_bias else None
     w, few = (prepare_linear(weight, given, prepack=prepack) for _ in range(2))
     PanelFinder().find_few_rows(few)
     if w.weight.dtype == torch.int32:  # our kernel runs all rows
         assert few.few_rows is None
         return
-    residual = torch.randn(40, 96)
+    if prepack and (dtype == torch.float32 or has_fixed_bf16()):
+        assert (few.few_rows is None) == (PanelFinder().find(few) is None)
+    residual = torch.randn(40, 96).to(dtype)
     for activation in ACTIVATIONS:
         wanted = w.matmul(x, activation=activation)
         for m in range(MAX_FEW_ROWS + 2):
