@@ -18,6 +18,7 @@ from bytetx.errors import DeadlineError
 from bytetx.model import Model
 from bytetx.requests.prompts import is_chat
 from bytetx.tasks.async_stats import AsyncStats, engine_stats
+from bytetx.tasks.call import TaskCall
 from bytetx.tasks.catalog import AsyncModelTasks
 from bytetx.tasks.embed_group import EmbedGroup
 from bytetx.tasks.generate import PromptCall
@@ -215,17 +216,19 @@ class AsyncModel(AsyncModelTasks):
 
     def _joined(self, options: Mapping[str, Any], texts: Sequence[Any]) -> AsyncRun[Embeddings]:
         """The run of all texts of a group."""
-        spec = TASKS["embed"]
-        model, call = self._model._call(
-            spec, *spec.bind((texts,), {**options, "on_error": "return"})
-        )
+        engine, call = self.embed_call(texts, options)
         return AsyncRun(
-            call,
-            self._engines[model._runner],
-            self._pool,
-            max_window_texts=self._max_window_texts,
-            priority=0,
+            call, engine, self._pool, max_window_texts=self._max_window_texts, priority=0
         )
+
+    def embed_call(
+        self, texts: Sequence[Any], options: Mapping[str, Any]
+    ) -> tuple[EncodeEngine, TaskCall[Embeddings]]:
+        """A call of `embed` that keeps errors for their texts, and the engine that runs it."""
+        spec = TASKS["embed"]
+        bound = spec.bind((texts,), {**options, **self._own, "on_error": "return"})
+        model, call = self._model._call(spec, *bound)
+        return self._engines[model._runner], call
 
     async def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """As Model.similarity, in a thread."""

@@ -11,6 +11,7 @@
 #include "bindings_cuda.h"
 #else
 #include "bf16_ops.h"
+#include "bindings_text_ring.h"
 #include "bindings_wordpiece.h"
 #include "coded_rows_ops.h"
 #include "cpu/isa.h"
@@ -167,6 +168,7 @@ void bind_cpu(py::module_& m) {
     bind<&round_rows>(m, "round_rows");
     bind<&convert_rows>(m, "convert_rows");
     bind<&stack_rows>(m, "stack_rows");
+    bind_text_ring(m);
     bind_wordpiece(m);
     m.attr("why_no_cuda") = why_no_cuda();
 }

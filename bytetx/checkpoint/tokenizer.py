@@ -34,7 +34,7 @@ from bytetx.checkpoint.tokenizer_options import (
 )
 from bytetx.checkpoint.word_pieces import WordPieces
 from bytetx.errors import CheckpointError
-from bytetx.ops.native import flatten_int_lists
+from bytetx.ops.native_host import flatten_int_lists
 
 logger = logging.getLogger("bytetx")
 
@@ -57,6 +57,17 @@ class Tokens:
     token_ids: np.ndarray
     seqlens: np.ndarray
     is_truncated: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerState:
+    """What a tokenizer of single texts is made of, beside the library's own; see Tokenizer."""
+
+    name: str
+    max_tokens: int
+    skipped_id: int | None
+    encodes_special_tokens: bool
+    has_token_types: bool
 
 
 class Tokenizer:
@@ -183,6 +194,27 @@ class Tokenizer:
                 add([token])  # those that a copy has already stay as they are
         backend.encode_special_tokens = self.backend.encode_special_tokens  # not in the text
         return backend
+
+    def state(self) -> TokenizerState:
+        """What another process reads the same ids with."""
+        return TokenizerState(
+            self.name,
+            self.max_tokens,
+            self.skipped_id,
+            bool(self.backend.encode_special_tokens),
+            self.has_token_types,
+        )
+
+    @classmethod
+    def from_state(cls, backend: str, state: TokenizerState) -> "Tokenizer":
+        """A tokenizer of the same ids, for texts alone.  backend: JSON, of backend.to_str()."""
+        library = tokenizers.Tokenizer.from_str(backend)
+        config = {"truncation_side": library.truncation["direction"]}
+        tokenizer = cls(library, max_tokens=state.max_tokens, config=config, name=state.name)
+        library.encode_special_tokens = state.encodes_special_tokens
+        tokenizer._use(library, state.max_tokens)
+        tokenizer.skipped_id, tokenizer.has_token_types = state.skipped_id, state.has_token_types
+        return tokenizer
 
     @property
     def num_special_tokens(self) -> int:

@@ -7,20 +7,19 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from threading import Condition, Thread
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from bytetx.encode.model_runner import Launched, Runner
-from bytetx.encode.request import EngineCounts, Failure, Requests, StepStats, join_requests
+from bytetx.encode.encode_step import EncodeStep, Share, step_of, steps_of
+from bytetx.encode.model_runner import Runner
+from bytetx.encode.request import EngineCounts, Failure, Requests, StepStats
 from bytetx.encode.request_queue import (
     OpenCall,
     RequestQueue,
-    Taken,
     even_share,
     longest_first,
     waiters_of,
@@ -28,10 +27,7 @@ from bytetx.encode.request_queue import (
 )
 from bytetx.encode.step import (
     SharedPass,
-    Task,
-    TaskRows,
     finish_finite,
-    is_head,
     not_finite_error,
 )
 from bytetx.errors import (
@@ -47,9 +43,6 @@ from bytetx.runtime.forking import OwnProcess, computing
 _STEPS_IN_FLIGHT = 2
 # While a device computes and nothing waits, it is asked so often whether it is done.
 _POLL_S = 1e-4
-# A step is long where calls with at least so many tokens in it have half of its tokens. A call is
-# short beside it where the largest of these shares is so many times as long.
-_LONG_TOKENS, _SHORT = 256, 8
 # After a step that shares prefixes the next one waits so long for texts that are being read.
 _GATHER_S = 0.01
 # While short calls arrive beside long ones, steps are cut to about so long; and so long after one.
@@ -61,45 +54,24 @@ _MIN_RETRY_S, _UNKNOWN_RETRY_S = 0.01, 1.0
 _MAX_RECENT = 512
 
 
-@dataclass(slots=True, eq=False)
-class Share:
-    """Texts of one call in a step, its rows start to stop.
+class TextSource(Protocol):
+    """Texts from elsewhere, such as other processes; the engine's thread asks for them."""
 
-    requests: with the call's indices.  num_tokens: to compute, common prefixes once.
-    queued_time: when they were queued.
-    """
+    def feed(self) -> None:
+        """Queues what has come by `EncodeEngine.put`; before each step, and between its layers."""
+        ...
 
-    call: OpenCall
-    requests: Requests
-    num_tokens: int
-    queued_time: float
-    start: int = 0
-    stop: int = 0
+    def give(self) -> None:
+        """Hands on the results that the receivers of its calls got since the last time."""
+        ...
 
+    def may_wait(self) -> bool:
+        """Whether nothing has come; then `EncodeEngine.wake` is called once something has."""
+        ...
 
-@dataclass(slots=True, eq=False)
-class EncodeStep:
-    """Texts that run together.
-
-    requests: the texts of all shares, numbered from 0.
-    short_tokens: of a call that is short beside the step; 0 where none is.
-    nested_tokens, nested_seconds: of short steps that ran between its layers.
-    launched: None until it was started, and where that failed.
-    """
-
-    shares: list[Share]
-    calls: list[OpenCall]
-    requests: Requests
-    task: Task[Any] | SharedPass
-    short_tokens: int = 0
-    start_time: float = 0.0
-    nested_tokens: int = 0
-    nested_seconds: float = 0.0
-    launched: Launched | None = None
-
-    def is_ready(self) -> bool:
-        """Whether `EncodeEngine.collect` returns at once."""
-        return self.launched is None or self.launched.is_ready()
+    def end(self) -> None:
+        """The thread has ended: its calls have no results any more."""
+        ...
 
 
 class EncodeEngine:
@@ -140,7 +112,8 @@ class EncodeEngine:
         self._short_seen = -np.inf
         self._rate: float | None = None
         self._last_end = 0.0
-        self._is_closing = self._is_closed = False
+        self._sources: list[TextSource] = []
+        self._is_closing = self._is_closed = self._is_woken = False
         self._error: BaseException | None = None
         self._thread: Thread | None = None
         self._process = OwnProcess()
@@ -164,12 +137,38 @@ class EncodeEngine:
             if is_bounded:
                 self._check_size(num_texts, tokens)
             self._check_room(num_texts, tokens, num_calls=call.num_calls)
-            if self._thread is None:
-                self._process = OwnProcess()
-                self._thread = Thread(target=self._run, name="bytetx-encode", daemon=True)
-                self._thread.start()
+            self._start_thread()
             self._open.add(call)
             self._count_reading(call, num_texts, tokens)
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._process = OwnProcess()
+            self._thread = Thread(target=self._run, name="bytetx-encode", daemon=True)
+            self._thread.start()
+
+    def add_source(self, source: TextSource) -> None:
+        """The thread runs its texts, too, as long as it runs."""
+        with self._changed:
+            self._sources.append(source)
+            self._start_thread()
+
+    def put(self, call: OpenCall, requests: Requests) -> None:
+        """Opens a call of a source, whose texts are read already, and queues them.
+
+        Raises QueueFullError, or why the engine takes no calls.
+        """
+        with self._changed:
+            self.check_open()
+            self._check_room(len(requests), requests.total_tokens, num_calls=call.num_calls)
+            self._open.add(call)
+            self._add(call, requests)
+
+    def wake(self) -> None:
+        """Has the thread ask its sources."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
 
     @contextmanager
     def reserve(self, num_texts: int, tokens: int) -> Iterator[None]:
@@ -395,11 +394,11 @@ class EncodeEngine:
         now, budget = self._clock(), self.token_budget
         if requests.total_tokens <= budget:
             own = longest_first(requests) if len(requests) > 1 else requests
-            return [_step([[Share(call, own, own.total_tokens, now)]])] if len(own) else []
+            return [step_of([[Share(call, own, own.total_tokens, now)]])] if len(own) else []
         queue, steps = self._new_queue(np.inf), list[EncodeStep]()
         queue.add(call, requests, now)
         while queue:
-            steps += _steps_of(queue.take(even_share(queue.queued_tokens, budget), now))
+            steps += steps_of(queue.take(even_share(queue.queued_tokens, budget), now))
         return steps
 
     def _new_queue(self, age_limit_s: float) -> RequestQueue:
@@ -465,7 +464,7 @@ class EncodeEngine:
             by_call.setdefault(share.call, []).append(share)
         with self._changed:
             kept = [shares for call, shares in by_call.items() if not call.is_dropped]
-            self._planned.extendleft(_step([shares]) for shares in reversed(kept))
+            self._planned.extendleft(step_of([shares]) for shares in reversed(kept))
 
     def _deliver(
         self,
@@ -558,20 +557,26 @@ class EncodeEngine:
             waiters = waiters_of(calls)
             self._changed.notify_all()
         wake(waiters)
+        for source in self._sources:
+            source.end()
 
     def _turn(self) -> bool:
         """Launches a step where one can run, collects what is done; False once it is closed."""
+        for source in self._sources:
+            source.feed()
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._queue or self._planned or self._running or self._is_closed
-            )
+            if not self._has_work():
+                if all([source.may_wait() for source in self._sources]):
+                    self._changed.wait_for(lambda: self._has_work() or self._is_woken)
+                self._is_woken = False
+                return True
             if self._is_closed:
                 return False
             step = None
             if self._may_launch():
                 if not self._planned:
                     taken = self._queue.take(self._step_tokens(), self._clock())
-                    self._planned += _steps_of(taken)
+                    self._planned += steps_of(taken)
                 step = self._planned.popleft() if self._planned else None
         if step is not None:
             self._launch(step)
@@ -584,6 +589,9 @@ class EncodeEngine:
                 if not self._may_launch() and not self._is_closed:
                     self._changed.wait(_POLL_S if self._running else _GATHER_S)
         return True
+
+    def _has_work(self) -> bool:
+        return bool(self._queue or self._planned or self._running or self._is_closed)
 
     def _may_launch(self) -> bool:
         """Whether a step runs or may wait behind the one that does.
@@ -632,14 +640,18 @@ class EncodeEngine:
 
         They get at most as many tokens as the step has.
         """
-        if outer.nested_tokens >= outer.requests.total_tokens or not self._queue:
+        if outer.nested_tokens >= outer.requests.total_tokens:
+            return
+        for source in self._sources:
+            source.feed()
+        if not self._queue:
             return
         with self._changed:
             taken = self._queue.take_short(outer.short_tokens)
             if not taken:
                 return
             self._short_seen = self._clock()
-            steps = _steps_of(taken)
+            steps = steps_of(taken)
         start = self._clock()
         for step in steps:
             outer.nested_tokens += step.requests.total_tokens
@@ -652,40 +664,5 @@ class EncodeEngine:
         if self._current is step:
             self._current = None
         self.collect(step)
-
-
-def _steps_of(taken: Sequence[Taken]) -> list[EncodeStep]:
-    """Steps of texts: one of all tasks that share a pass, and one of each other task."""
-    by_key: dict[Any, list[Share]] = {}
-    for some in taken:
-        share = Share(some.call, some.requests(), some.total_tokens, some.texts.time)
-        by_key.setdefault(share.call.key, []).append(share)
-    sharing: list[list[Share]] = []
-    steps: list[EncodeStep] = []
-    for group in by_key.values():
-        if is_head(group[0].call.task):
-            sharing.append(group)
-        else:
-            steps.append(_step([group]))
-    return [_step(sharing), *steps] if sharing else steps
-
-
-def _step(groups: Sequence[Sequence[Share]]) -> EncodeStep:
-    """The texts of some tasks, those of each task together."""
-    parts: list[TaskRows] = []
-    tokens: dict[OpenCall, int] = {}
-    start = 0
-    for group in groups:
-        first = start
-        for share in group:
-            share.start, start = start, start + len(share.requests)
-            share.stop = start
-            tokens[share.call] = tokens.get(share.call, 0) + share.num_tokens
-        parts.append(TaskRows(group[0].call.task, first))
-    shares = [share for group in groups for share in group]
-    requests = join_requests([share.requests for share in shares])
-    large = [count for count in tokens.values() if count >= _LONG_TOKENS]
-    is_long = 2 * sum(large) >= sum(tokens.values())
-    short_tokens = max(large, default=0) // _SHORT if is_long else 0
-    task = SharedPass(parts) if len(parts) > 1 else parts[0].task
-    return EncodeStep(shares, list(tokens), requests, task, short_tokens)
+        for source in self._sources:
+            source.give()

@@ -3,7 +3,6 @@
 import inspect
 import logging
 import platform
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,11 +10,10 @@ from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bytetx.ops.native_modules import load_native
+from bytetx.ops.native_host import core_modules, load_core
 from bytetx.ops.native_params import CpuStepLayer, Launch, PanelMatrix
 
 logger = logging.getLogger("bytetx")
@@ -39,15 +37,8 @@ T = TypeVar("T")
 _library = torch.library.Library("bytetx", "FRAGMENT")
 
 
-def _load_modules() -> dict[str, ModuleType | str]:
-    """The compiled module of each device type, or why there is none."""
-    found = {"cpu": load_native("_cpu"), "cuda": load_native("_cuda")}
-    for warning in dict.fromkeys(native.warning for native in found.values() if native.warning):
-        logger.warning(warning)
-    return {device_type: native.module for device_type, native in found.items()}
-
-
-_modules = _load_modules()
+_modules: dict[str, ModuleType | str] = core_modules
+_modules["cuda"] = load_core("_cuda")
 
 
 # Clear the caches of answers that depend on the modules.
@@ -208,43 +199,6 @@ def refuse_gpu(index: int | None) -> str | None:
         return None
     name = torch.cuda.get_device_name(index)
     return f"the kernels are for sm_90 (Hopper), and {name} is sm_{capability[0]}{capability[1]}"
-
-
-def flatten_int_lists(lists: Sequence[list[int]], *, total: int) -> np.ndarray | None:
-    """int32 [total], the numbers behind one another; None where one is no int or beyond int32.
-
-    total: the sum of the lists' lengths.  There is no loop in Python over what is in them.
-    """
-    flatten = getattr(_modules["cpu"], "flatten_int_lists", None)
-    if flatten is not None:
-        flat = np.empty(total, dtype=np.int32)
-        return flat if flatten(list(lists), flat.ctypes.data, total) else None
-    if any(type(number) is not int for numbers in lists for number in numbers[:1]):
-        return None  # an array would take True for 1
-    numbers = array("i")
-    try:
-        for each in lists:
-            numbers.fromlist(each)
-    except (TypeError, OverflowError):
-        return None
-    return np.array(numbers, dtype=np.int32, copy=None)
-
-
-def write_step_block() -> Callable[..., None] | None:
-    """The native core's (layout, block, input_ids, seqlens, token_type_ids or None, prompt_tokens
-    or None), of csrc/cpu/step_block.h; arrays of int32."""
-    return getattr(_modules["cpu"], "write_step_block", None)
-
-
-def maxsim_tiles() -> Callable[[int, int, int, np.ndarray], int] | None:
-    """The native core's (address of cu_documents int64 [num_documents + 1], num_documents, tile,
-    int32 array to be filled) -> number of tiles; see csrc/cpu/maxsim_tiles.h."""
-    return getattr(_modules["cpu"], "maxsim_tiles", None)
-
-
-def word_piece() -> Callable[..., Any] | None:
-    """The native core's class WordPiece, of csrc/bindings_wordpiece.h."""
-    return getattr(_modules["cpu"], "WordPiece", None)
 
 
 def launch_args(device: torch.device, isa: str = "auto") -> Launch:

@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TypeGuard, cast
+from typing import Protocol, TypeGuard, cast
 
 import numpy as np
 import tokenizers
 
 from bytetx.arguments import text_fault
-from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Text, Tokenizer, Tokens
 from bytetx.encode.prefixes import MOST_SHARED
 from bytetx.encode.request import Alignment, Failure, Requests, Window
@@ -23,6 +22,19 @@ Input = Text | Ids
 
 _TOKENS_PER_CHARACTER = 0.25  # as in English; only a guess to size the first window
 _MIN_DENSITY, _MAX_DENSITY = 1 / 16, 4.0  # so that no window is much larger than it should be
+
+
+class InputSizes(Protocol):
+    """What a reader asks of a ModelSpec."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def num_token_types(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +64,7 @@ class InputReader:
     allows_no_tokens: a text without tokens is no error.
     """
 
-    spec: ModelSpec
+    spec: InputSizes
     tokenizer: Tokenizer | None
     prompt: str = ""
     truncate: bool = False

@@ -1,16 +1,19 @@
 """The engine process: models that answer the calls of front-ends on a Unix socket."""
 
 import asyncio
+import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import asdict
-from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import orjson
 
 from bytetx.errors import DeviceLostError
 from bytetx.serve.calls import Call, Outcome, Timings
@@ -20,8 +23,12 @@ from bytetx.serve.interpreter import settle_interpreter
 from bytetx.serve.loading import close_models, load_models, warm_up
 from bytetx.serve.metrics import Metrics
 from bytetx.serve.records import Finished
+from bytetx.serve.remote import rings_path
 from bytetx.serve.settings import ServeSettings, say_ready
+from bytetx.serve.text_rings import RingModels
 from bytetx.serve.wire import FrameProtocol
+
+logger = logging.getLogger("bytetx.serve")
 
 
 async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) -> None:
@@ -36,9 +43,10 @@ async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) ->
         await warm_up(backend)
         metrics = Metrics(settings)
         metrics.attach(served)
-        with suppress(FileNotFoundError):  # an engine that was killed leaves it
-            os.unlink(path)
+        for one in (path, rings_path(path)):
+            Path(one).unlink(missing_ok=True)  # an engine that was killed leaves it
         calls = EngineCalls(backend, metrics)
+        calls.listen_for_rings(rings_path(path))
         server = await asyncio.get_running_loop().create_unix_server(calls.protocol, path)
         settle_interpreter()
         say_ready()
@@ -59,6 +67,7 @@ class EngineCalls:
 
     def __init__(self, backend: LocalBackend, metrics: Metrics):
         self._backend, self._metrics = backend, metrics
+        self._rings = RingModels(backend.served)
         self._tasks: dict[tuple[int, int], asyncio.Future[Any]] = {}  # by connection and id
         self._running: dict[int, int] = {}  # requests of each connection
         self._protocols: dict[int, FrameProtocol] = {}
@@ -70,6 +79,53 @@ class EngineCalls:
         protocol = _Greeting(self._on_frame, self._on_close, self._backend)
         self._protocols[id(protocol)] = protocol
         return protocol
+
+    def listen_for_rings(self, path: str) -> None:
+        """Takes the rings of front-ends on a Unix socket, until the process ends."""
+        listener = socket.socket(socket.AF_UNIX)
+        listener.setblocking(False)
+        listener.bind(path)
+        listener.listen()
+        asyncio.get_running_loop().add_reader(listener, self._accept_ring, listener)
+
+    def _accept_ring(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            asyncio.get_running_loop().add_reader(connection, self._open_ring, connection)
+
+    def _open_ring(self, connection: socket.socket) -> None:
+        """The first bytes of a connection bring the memory of a ring; later ones wake the engine,
+        and its end says that the front-end is gone."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(connection)
+        hello, descriptors, _, _ = socket.recv_fds(connection, 1 << 12, 1)
+        try:
+            rings = self._rings.find(orjson.loads(hello)["model"])
+            assert rings is not None  # the front-end was told of it
+            ring = rings.add(connection, descriptors[0])
+        except (ValueError, LookupError, AssertionError, OSError):
+            logger.exception("a front-end's ring was not taken")
+            connection.close()
+            return
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+        def on_readable() -> None:
+            try:
+                is_open = bool(connection.recv(1 << 12))
+            except BlockingIOError:
+                return
+            except OSError:
+                is_open = False
+            if not is_open:
+                ring.is_lost = True
+                loop.remove_reader(connection)
+                connection.close()
+            rings.wake()
+
+        loop.add_reader(connection, on_readable)
 
     def _send_models(self) -> None:
         """Tells all front-ends of models that have changed."""
@@ -98,14 +154,9 @@ class EngineCalls:
             if task is not None:
                 task.cancel()
             return
-        if op == "run":
-            grouped = self._backend.start_grouped(Call(*header["call"]))
-            if grouped is not None:  # and needs no task of its own
-                self._tasks[key] = grouped
-                grouped.add_done_callback(partial(self._answer, protocol, key))
-                return
         work = {
             "run": self._run,
+            "kind": self._kind,
             "generate": self._generate,
             "metrics": self._document,
             "stats": self._document,
@@ -127,20 +178,11 @@ class EngineCalls:
     async def _run(self, protocol: FrameProtocol, header: dict[str, Any]) -> None:
         _send(protocol, header["id"], await self._backend.run(Call(*header["call"])))
 
-    def _answer(
-        self, protocol: FrameProtocol, key: tuple[int, int], done: "asyncio.Future[Outcome]"
-    ) -> None:
-        self._tasks.pop(key, None)
-        if done.cancelled():
-            return
-        error = done.exception()
-        if error is None:
-            _send(protocol, key[1], done.result())
-            return
-        try:
-            raise self._backend.serve_error(cast(Exception, error)) from error
-        except Exception as raised:
-            _send_error(protocol, key[1], raised)
+    async def _kind(self, protocol: FrameProtocol, header: dict[str, Any]) -> None:
+        """How a front-end sends a call's texts by a ring."""
+        call = Call(*header["call"])
+        found, arrays = self._rings.kind(call.model, call.options, has_reader=header["has_reader"])
+        protocol.send({"id": header["id"], **found}, arrays)
 
     async def _generate(self, protocol: FrameProtocol, header: dict[str, Any]) -> None:
         number = header["id"]

@@ -12,6 +12,7 @@ import numpy as np
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.errors import ServeError
 from bytetx.serve.records import Finished
+from bytetx.serve.ring_client import RingClient
 from bytetx.serve.wire import FrameProtocol
 
 logger = logging.getLogger("bytetx.serve")
@@ -35,6 +36,7 @@ class EngineClient:
         self._is_connected = asyncio.Event()
         self._models: tuple[ModelFacts, ...] = ()
         self._records: list[list[Any]] = []
+        self._rings = RingClient(rings_path(path), self._ask, _lost_error)
         self.num_running = lambda: 0
 
     @property
@@ -67,6 +69,15 @@ class EngineClient:
         await self._is_connected.wait()
 
     async def run(self, call: Call) -> Outcome:
+        sent = self._rings.start(call)
+        if sent is not None:
+            try:
+                outcome = await sent.answer
+            except asyncio.CancelledError:
+                sent.kind.ring.cancel(sent)
+                raise
+            if outcome is not None:
+                return outcome
         header, arrays = await self._ask({"op": "run", "call": _call_row(call)})
         return Outcome(Timings(*header["timings"]), header.get("rows"), arrays)
 
@@ -131,7 +142,7 @@ class EngineClient:
 
     def _need_protocol(self) -> FrameProtocol:
         if self._protocol is None:
-            raise ServeError("unhealthy", _LOST, retry_after_s=5)
+            raise _lost_error()
         return self._protocol
 
     def _on_frame(
@@ -161,12 +172,22 @@ class EngineClient:
         if self._protocol is not protocol:
             return
         self._protocol = None
+        self._rings.close()
         logger.warning("the connection to the engine process is lost")
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(ServeError("unhealthy", _LOST, retry_after_s=5))
+                future.set_exception(_lost_error())
         for stream in self._streams.values():
             stream.put_nowait({"error": ["unhealthy", _LOST, None, None, 5]})
+
+
+def rings_path(path: str) -> str:
+    """Where rings are handed over.  path: of the engine's socket."""
+    return f"{path}-rings"
+
+
+def _lost_error() -> ServeError:
+    return ServeError("unhealthy", _LOST, retry_after_s=5)
 
 
 def _send(protocol: FrameProtocol, header: dict[str, Any]) -> None:

@@ -1,0 +1,69 @@
+"""Functions of the native core for data on the host; it needs no torch, for front-ends."""
+
+import logging
+from array import array
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from bytetx.ops.native_modules import load_native
+
+logger = logging.getLogger("bytetx")
+
+
+def load_core(name: str) -> ModuleType | str:
+    """The compiled module of that name, or why there is none; a warning goes to the log once."""
+    found = load_native(name)
+    if found.warning and found.warning not in _said:
+        logger.warning(found.warning)
+        _said.add(found.warning)
+    return found.module
+
+
+_said: set[str] = set()
+# The compiled module of each device type, or why there is none; ops/native.py adds that of GPUs.
+core_modules: dict[str, ModuleType | str] = {"cpu": load_core("_cpu")}
+
+
+def flatten_int_lists(lists: Sequence[list[int]], *, total: int) -> np.ndarray | None:
+    """int32 [total], the numbers behind one another; None where one is no int or beyond int32.
+
+    total: the sum of the lists' lengths.  There is no loop in Python over what is in them.
+    """
+    flatten = getattr(core_modules["cpu"], "flatten_int_lists", None)
+    if flatten is not None:
+        flat = np.empty(total, dtype=np.int32)
+        return flat if flatten(list(lists), flat.ctypes.data, total) else None
+    if any(type(number) is not int for numbers in lists for number in numbers[:1]):
+        return None  # an array would take True for 1
+    numbers = array("i")
+    try:
+        for each in lists:
+            numbers.fromlist(each)
+    except (TypeError, OverflowError):
+        return None
+    return np.array(numbers, dtype=np.int32, copy=None)
+
+
+def write_step_block() -> Callable[..., None] | None:
+    """The native core's (layout, block, input_ids, seqlens, token_type_ids or None, prompt_tokens
+    or None), of csrc/cpu/step_block.h; arrays of int32."""
+    return getattr(core_modules["cpu"], "write_step_block", None)
+
+
+def maxsim_tiles() -> Callable[[int, int, int, np.ndarray], int] | None:
+    """The native core's (address of cu_documents int64 [num_documents + 1], num_documents, tile,
+    int32 array to be filled) -> number of tiles; see csrc/cpu/maxsim_tiles.h."""
+    return getattr(core_modules["cpu"], "maxsim_tiles", None)
+
+
+def word_piece() -> Callable[..., Any] | None:
+    """The native core's class WordPiece, of csrc/bindings_wordpiece.h."""
+    return getattr(core_modules["cpu"], "WordPiece", None)
+
+
+def text_ring() -> Any:
+    """The native core's class TextRing, of csrc/bindings_text_ring.h; None where it is missing."""
+    return getattr(core_modules["cpu"], "TextRing", None)
