@@ -13,7 +13,7 @@ import bytetx
 from benchmarks.suite import Measurement
 from bytetx.cli.passages import Lognormal, english_passages
 from bytetx.errors import BytetxError
-from bytetx.ops.heap import release_heap
+from bytetx.ops.host import release_heap
 
 _MIB = 2**20
 # Short and long together, and short on average, so that the case is about memory, not time.

@@ -22,7 +22,7 @@ from benchmarks.suite import Case, Measurement, Suite, select
 from benchmarks.train_axonn import AxonnTrainer, why_no_axonn
 from benchmarks.train_rivals import Make, SlotBatch, Trainer, Weights, adamw, relative_error
 from bytetx.errors import BytetxError, OptionError
-from bytetx.ops.heap import release_heap
+from bytetx.ops.host import release_heap
 from bytetx.parallel.autograd import join_training_groups
 from bytetx.parallel.grid import Grid, assign_sequences, grids_of, parse_grid
 from bytetx.parallel.planner.machine import Kind, wire_bytes

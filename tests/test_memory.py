@@ -26,7 +26,7 @@ def test_printed_sizes_are_what_generation_takes(tmp_path: Path) -> None:
     code = """
 import gc, json, pathlib, sys
 import bytetx, soak
-from bytetx.ops.heap import release_heap
+from bytetx.ops.host import release_heap
 import numpy as np, torch
 
 def run(folder, texts):

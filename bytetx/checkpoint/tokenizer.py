@@ -34,7 +34,7 @@ from bytetx.checkpoint.tokenizer_options import (
 )
 from bytetx.checkpoint.word_pieces import WordPieces
 from bytetx.errors import CheckpointError
-from bytetx.ops.native_host import flatten_int_lists
+from bytetx.ops.host import flatten_int_lists
 
 logger = logging.getLogger("bytetx")
 

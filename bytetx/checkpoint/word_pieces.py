@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import models
 
 from bytetx.checkpoint.text_prefix import members, state_of
-from bytetx.ops import native_host
+from bytetx.ops import host
 
 _WORD, _ALONE, _SPACE = range(3)  # CharacterKind of csrc/cpu/wordpiece.h
 _TRUNCATED = 1  # TextState there: above it are those of texts that were not read
@@ -85,7 +85,7 @@ class WordPieces:
     @cached_property
     def _native(self) -> tuple[Any, int]:
         """The native class of this tokenizer, or None; and the tokens around each text."""
-        make = native_host.word_piece()
+        make = host.word_piece()
         if make is None or not _is_supported(self._backend):
             return None, 0
         model, vocabulary = self._backend.model, self._backend.get_vocab(with_added_tokens=False)

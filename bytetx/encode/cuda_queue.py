@@ -27,7 +27,7 @@ from bytetx.encode.step import Capture, Computation, Step
 from bytetx.encode.tree_passes import TreePasses
 from bytetx.nn.adapted_rows import read_by_graphs
 from bytetx.nn.transformer import Transformer
-from bytetx.ops import native_host
+from bytetx.ops import host
 from bytetx.ops.low_rank import captures_low_rank
 from bytetx.ops.native_params import StepBlockLayout
 from bytetx.packed import SharedPrefixes, positions_of, prefix_sums, upload
@@ -79,7 +79,7 @@ class EncodeLayout:
             own = adapter_arrays(adapters, self.bucket.total_tokens)
         ids, seqlens = requests.token_ids, requests.seqlens
         types, prompt_tokens = requests.token_type_ids, requests.prompt_tokens
-        write = native_host.write_step_block()
+        write = host.write_step_block()
         if write is not None:
             write(self._native, block, ids, seqlens, types, prompt_tokens)
             for name, array in own.items():

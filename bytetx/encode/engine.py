@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bytetx.encode.encode_step import EncodeStep, Share, step_of, steps_of
-from bytetx.encode.model_runner import Runner
+from bytetx.encode.model_runner import EncodeStep, Runner, Share, step_of, steps_of
 from bytetx.encode.request import EngineCounts, Failure, Requests, StepStats
 from bytetx.encode.request_queue import (
     OpenCall,

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from bytetx.ops.native_host import core_modules, load_core
+from bytetx.ops.host import core_modules, load_core
 from bytetx.ops.native_params import CpuStepLayer, Launch, PanelMatrix
 
 logger = logging.getLogger("bytetx")

@@ -20,7 +20,7 @@ from bytetx.checkpoint.side_files import is_deeper
 from bytetx.checkpoint.tokenizer import Tokens
 from bytetx.encode.request import Alignment, Failure, Requests, Window
 from bytetx.errors import CheckpointError, InputError, TooLongError, shown
-from bytetx.ops.native_host import flatten_int_lists
+from bytetx.ops.host import flatten_int_lists
 from bytetx.requests.inputs import InputReader, no_requests
 from bytetx.requests.token_ids import Errors
 

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 from bytetx.errors import InputError, shown
-from bytetx.ops.native_host import flatten_int_lists
+from bytetx.ops.host import flatten_int_lists
 
 Ids = Sequence[int] | np.ndarray
 Errors = dict[int, InputError]  # by index in the caller's order

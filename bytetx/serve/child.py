@@ -11,7 +11,7 @@ import sys
 import uvloop
 
 from bytetx.errors import BytetxError, DeviceLostError
-from bytetx.ops.heap import limit_heaps
+from bytetx.ops.host import limit_heaps
 from bytetx.serve.http_server import accept_again, make_site, run_site
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.remote import EngineClient

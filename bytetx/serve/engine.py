@@ -24,7 +24,7 @@ from bytetx.errors import DeviceLostError, InputError, NotFiniteError, shown
 from bytetx.generate.outputs import RequestOutput
 from bytetx.model import Model
 from bytetx.nn.schema_head import SchemaHead
-from bytetx.ops.heap import release_heap_after
+from bytetx.ops.host import release_heap_after
 from bytetx.requests.chunks import offsets_of
 from bytetx.requests.prompts import ChatPrompt, Prompt
 from bytetx.sampling_params import SamplingParams

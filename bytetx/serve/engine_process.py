@@ -16,13 +16,13 @@ import numpy as np
 import orjson
 
 from bytetx.errors import DeviceLostError
-from bytetx.serve.calls import Call, Outcome, Timings
+from bytetx.serve.calls import Call, Outcome
 from bytetx.serve.engine import LocalBackend
 from bytetx.serve.errors import ServeError
 from bytetx.serve.interpreter import settle_interpreter
 from bytetx.serve.loading import close_models, load_models, warm_up
 from bytetx.serve.metrics import Metrics
-from bytetx.serve.records import Finished
+from bytetx.serve.records import RecordKind
 from bytetx.serve.remote import rings_path
 from bytetx.serve.settings import ServeSettings, say_ready
 from bytetx.serve.text_rings import RingModels
@@ -139,14 +139,13 @@ class EngineCalls:
             protocol.close()
 
     def _on_frame(
-        self, protocol: FrameProtocol, header: dict[str, Any], _: tuple[np.ndarray, ...]
+        self, protocol: FrameProtocol, header: dict[str, Any], arrays: tuple[np.ndarray, ...]
     ) -> None:
         op = header["op"]
         if op == "records":
             self._running[id(protocol)] = header["running"]
-            for row in header["rows"]:
-                row[5] = None if row[5] is None else Timings(*row[5])
-                self._metrics.record(Finished(*row))
+            for kind, rows in zip(header["kinds"], arrays, strict=True):
+                self._metrics.add(RecordKind(*kind), rows)
             return
         key = (id(protocol), header["id"])
         if op == "cancel":

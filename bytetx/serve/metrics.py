@@ -6,7 +6,6 @@ StatusWindow has the numbers of the status page: rates and latencies of the last
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -14,29 +13,42 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.utils import floatToGoString
 
 from bytetx.encode.request import StepStats
-from bytetx.serve.calls import Timings
 from bytetx.serve.engine import ServedModel
-from bytetx.serve.records import Finished
+from bytetx.serve.records import (
+    COMPUTE,
+    ENDED,
+    FIRST_TOKEN,
+    IGNORED_FIELDS,
+    NEXT_TOKEN,
+    QUEUE,
+    SECONDS,
+    TEXTS,
+    TOKENIZE,
+    TOKENS,
+    TRUNCATED,
+    Finished,
+    RecordKind,
+    group_records,
+)
 from bytetx.serve.settings import ServeSettings
 from bytetx.tasks.async_stats import AsyncStats
 
 WINDOW_S = 120.0
 _MOST_ANSWERS = 20_000  # in the window; above that, the latest ones
 _MOST_STEPS = 120
-
-
-class _AnswerTime(NamedTuple):
-    time: float
-    seconds: float
-    num_tokens: int
+_MOST_RECORDS = 1024  # that are counted at once, at the latest
 
 
 class StatusWindow:
@@ -44,33 +56,38 @@ class StatusWindow:
 
     def __init__(self) -> None:
         self._start = time.time()
-        self._answers: deque[_AnswerTime] = deque(maxlen=_MOST_ANSWERS)
+        # Rows (time, seconds, tokens) of the latest answers, as they came.
+        self._answers: deque[np.ndarray] = deque()
+        self._num_answers = 0
         self._requests = self._tokens = self._truncated = self._errors = 0
 
-    def add_request(self, seconds: float, *, error: bool) -> None:
-        """A request that asked for no model, or failed before it did."""
-        if error:
-            self._requests += 1
-            self._errors += 1
-
-    def add_answer(self, seconds: float, timings: Timings, *, error: bool) -> None:
-        self._answers.append(_AnswerTime(time.time(), seconds, timings.num_tokens))
-        self._requests += 1
-        self._errors += error
-        self._tokens += timings.num_tokens
-        self._truncated += timings.num_truncated
+    def add(self, kind: RecordKind, rows: np.ndarray) -> None:
+        """Counts records of one kind; not those that asked for no model and did not fail."""
+        is_error = kind.status >= 400
+        if not kind.is_timed and not is_error:
+            return
+        self._requests += len(rows)
+        self._errors += len(rows) if is_error else 0
+        if not kind.is_timed:
+            return
+        self._tokens += int(rows[:, TOKENS].sum())
+        self._truncated += int(rows[:, TRUNCATED].sum())
+        self._answers.append(rows[:, [ENDED, SECONDS, TOKENS]])
+        self._num_answers += len(rows)
+        while self._num_answers - len(self._answers[0]) >= _MOST_ANSWERS:
+            self._num_answers -= len(self._answers.popleft())
 
     def json(self, served: Sequence[ServedModel], stats: AsyncStats) -> bytes:
         """The document of GET /stats.json; docs/serving.md describes it."""
         now = time.time()
-        recent = [answer for answer in self._answers if answer.time > now - WINDOW_S]
+        answers = np.concatenate([np.empty((0, 3)), *self._answers])
+        recent = answers[answers[:, 0] > now - WINDOW_S]
         seconds = max(1.0, min(WINDOW_S, now - self._start))
-        if len(recent) == _MOST_ANSWERS:  # the window reaches back less far
-            seconds = max(0.001, now - recent[0].time)
+        if len(recent) >= _MOST_ANSWERS:  # the window reaches back less far
+            seconds = max(0.001, now - recent[:, 0].min())
         percentiles: list[float | None] = [None, None, None]
-        if recent:
-            latencies = [answer.seconds * 1000 for answer in recent]
-            percentiles = np.percentile(latencies, (50, 95, 99)).round(3).tolist()
+        if len(recent):
+            percentiles = np.percentile(recent[:, 1] * 1000, (50, 95, 99)).round(3).tolist()
         return orjson.dumps(
             {
                 "models": [_model(one) for one in served],
@@ -82,7 +99,7 @@ class StatusWindow:
                 },
                 "rates": {
                     "requests_per_s": round(len(recent) / seconds, 2),
-                    "tokens_per_s": round(sum(a.num_tokens for a in recent) / seconds, 1),
+                    "tokens_per_s": round(float(recent[:, 2].sum()) / seconds, 1),
                 },
                 "latency_ms": dict(zip(("p50", "p95", "p99"), percentiles, strict=True)),
                 "totals": {
@@ -208,10 +225,11 @@ class Metrics:
             "bytetx_concurrent_requests", "Requests that are being answered.", registry=registry
         )
         self._batches = _Batches(registry)
+        self._records: list[tuple[float, Finished]] = []  # that are not counted yet
         self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> "_Histogram":
+        return _Histogram(name, text, buckets, self._registry)
 
     def attach(self, served: Sequence[ServedModel]) -> None:
         """The models, once they are warm: what they have run until then does not count."""
@@ -223,30 +241,39 @@ class Metrics:
         self._running.set_function(count)
 
     def record(self, finished: Finished) -> None:
-        self._child(self._requests, finished.route, str(finished.status)).inc()
-        if finished.num_ignored_fields:
-            self._child(self._ignored, finished.route).inc(finished.num_ignored_fields)
-        if finished.error:
-            self._child(self._failures, finished.error).inc()
-        timings = finished.timings
-        if timings is None:
-            self.window.add_request(0.0, error=finished.status >= 400)
+        self._records.append((time.time(), finished))
+        if len(self._records) == _MOST_RECORDS:
+            self._count_records()
+
+    def add(self, kind: RecordKind, rows: np.ndarray) -> None:
+        """Counts records of one kind.  rows: their columns, see group_records."""
+        self._child(self._requests, kind.route, str(kind.status)).inc(len(rows))
+        num_ignored = rows[:, IGNORED_FIELDS].sum()
+        if num_ignored:
+            self._child(self._ignored, kind.route).inc(num_ignored)
+        if kind.error:
+            self._child(self._failures, kind.error).inc(len(rows))
+        self.window.add(kind, rows)
+        if not kind.is_timed:
             return
-        self._duration.observe(finished.seconds)
-        self._tokenize.observe(timings.tokenize_seconds)
-        self._queue.observe(timings.queue_seconds)
-        self._inference.observe(timings.compute_seconds)
-        self._child(self._inputs, finished.model).inc(timings.num_texts)
-        self._child(self._tokens, finished.model).inc(timings.num_tokens)
-        if timings.num_texts:
-            self._input_tokens.observe(timings.num_tokens / timings.num_texts)
-        if timings.num_truncated:
-            self._child(self._truncated, finished.model).inc(timings.num_truncated)
-        if finished.first_token_seconds is not None:
-            self._first_token.observe(finished.first_token_seconds)
-        if finished.token_seconds is not None:
-            self._next_token.observe(finished.token_seconds)
-        self.window.add_answer(finished.seconds, timings, error=finished.status >= 400)
+        self._duration.observe(rows[:, SECONDS])
+        self._tokenize.observe(rows[:, TOKENIZE])
+        self._queue.observe(rows[:, QUEUE])
+        self._inference.observe(rows[:, COMPUTE])
+        texts, tokens, truncated = rows[:, TEXTS], rows[:, TOKENS], rows[:, TRUNCATED].sum()
+        self._child(self._inputs, kind.model).inc(texts.sum())
+        self._child(self._tokens, kind.model).inc(tokens.sum())
+        has_texts = texts > 0
+        self._input_tokens.observe(tokens[has_texts] / texts[has_texts])
+        if truncated:
+            self._child(self._truncated, kind.model).inc(truncated)
+        self._first_token.observe(_given(rows[:, FIRST_TOKEN]))
+        self._next_token.observe(_given(rows[:, NEXT_TOKEN]))
+
+    def _count_records(self) -> None:
+        records, self._records = self._records, []
+        for kind, rows in group_records(records).items():
+            self.add(kind, rows)
 
     def _child(self, counter: Counter, *labels: str) -> Counter:
         """counter.labels(*labels), which costs more than all else of a record."""
@@ -257,6 +284,7 @@ class Metrics:
 
     def page(self) -> bytes:
         """All metrics as Prometheus' text."""
+        self._count_records()
         self._batches.read()
         page = generate_latest(self._registry)
         if not self._te:
@@ -268,8 +296,37 @@ class Metrics:
         return self.page()
 
     async def stats(self) -> bytes:
+        self._count_records()
         self._batches.read()
         return self.window.json(self._served, self._batches.totals())
+
+
+class _Histogram:
+    """A histogram that counts arrays: one value at a time costs more than all else of a record."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry):
+        self._name, self._text, self._bounds = name, text, np.array(buckets)
+        self._counts, self._sum = np.zeros(len(buckets) + 1, dtype=np.int64), 0.0
+        registry.register(self)
+
+    def observe(self, values: np.ndarray) -> None:
+        if len(values):
+            places = np.searchsorted(self._bounds, values)
+            self._counts += np.bincount(places, minlength=len(self._counts))
+            self._sum += float(values.sum())
+
+    def collect(self) -> Iterator[Metric]:
+        """prometheus_client's interface of a collector."""
+        names = [*map(floatToGoString, self._bounds.tolist()), "+Inf"]
+        counts = np.cumsum(self._counts).tolist()
+        buckets = list(zip(names, map(float, counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
+def _given(values: np.ndarray) -> np.ndarray:
+    """Those of the records that have one."""
+    given: np.ndarray = values[~np.isnan(values)]
+    return given
 
 
 class _Batches:
@@ -278,14 +335,11 @@ class _Batches:
     def __init__(self, registry: CollectorRegistry):
         self._served: list[tuple[ServedModel, AsyncStats]] = []  # and its stats at the start
         self._seen: dict[str, float] = {}  # the time of the last forward pass that was counted
-        self._sequences = Histogram(
-            "bytetx_batch_sequences", "Texts of a forward pass.", buckets=_SIZES, registry=registry
+        self._sequences = _Histogram(
+            "bytetx_batch_sequences", "Texts of a forward pass.", _SIZES, registry
         )
-        self._tokens = Histogram(
-            "bytetx_batch_tokens",
-            "Tokens that a forward pass computes.",
-            buckets=_SIZES,
-            registry=registry,
+        self._tokens = _Histogram(
+            "bytetx_batch_tokens", "Tokens that a forward pass computes.", _SIZES, registry
         )
         registry.register(self)
 
@@ -302,9 +356,9 @@ class _Batches:
     def read(self) -> None:
         """Counts the forward passes since the last call, as far as the models remember them."""
         for name, stats in self.stats():
-            for step in self._unseen(name, stats.recent):
-                self._sequences.observe(step.num_sequences)
-                self._tokens.observe(step.computed_tokens)
+            steps = list(self._unseen(name, stats.recent))
+            self._sequences.observe(np.array([step.num_sequences for step in steps]))
+            self._tokens.observe(np.array([step.computed_tokens for step in steps]))
 
     def _unseen(self, name: str, recent: Iterable[StepStats]) -> Iterator[StepStats]:
         seen = self._seen.get(name, 0.0)

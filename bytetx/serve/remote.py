@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator
 from itertools import count
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.errors import ServeError
-from bytetx.serve.records import Finished
+from bytetx.serve.records import Finished, group_records
 from bytetx.serve.ring_client import RingClient
 from bytetx.serve.wire import FrameProtocol
 
@@ -35,7 +36,7 @@ class EngineClient:
         self._streams: dict[int, asyncio.Queue[dict[str, Any]]] = {}
         self._is_connected = asyncio.Event()
         self._models: tuple[ModelFacts, ...] = ()
-        self._records: list[list[Any]] = []
+        self._records: list[tuple[float, Finished]] = []
         self._rings = RingClient(rings_path(path), self._ask, _lost_error)
         self.num_running = lambda: 0
 
@@ -103,10 +104,7 @@ class EngineClient:
                 protocol.send({"id": number, "op": "cancel"})
 
     def record(self, finished: Finished) -> None:
-        timings = finished.timings
-        row: list[Any] = list(finished._replace(timings=None))
-        row[5] = None if timings is None else timings.row()
-        self._records.append(row)
+        self._records.append((time.time(), finished))
 
     async def metrics_page(self) -> bytes:
         return await self._document("metrics")
@@ -123,8 +121,10 @@ class EngineClient:
     def _flush(self) -> None:
         if self._protocol is None:
             return
-        rows, self._records = self._records, []
-        self._protocol.send({"op": "records", "rows": rows, "running": self.num_running()})
+        records, self._records = self._records, []
+        groups = group_records(records)
+        header = {"op": "records", "kinds": [*map(list, groups)], "running": self.num_running()}
+        self._protocol.send(header, list(groups.values()))
 
     async def _ask(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         protocol, number = self._need_protocol(), next(self._ids)

@@ -12,7 +12,7 @@ from pathlib import Path
 import uvloop
 
 from bytetx.errors import BytetxError, OptionError
-from bytetx.ops.heap import limit_heaps
+from bytetx.ops.host import limit_heaps
 from bytetx.serve.engine import LocalBackend, ServedModel
 from bytetx.serve.http_server import bind, make_site, run_site
 from bytetx.serve.loading import close_models, load_models, warm_up

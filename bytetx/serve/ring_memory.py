@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bytetx.ops import native_host
+from bytetx.ops import host
 
 # SlotFacts of csrc/cpu/text_ring.h.
 FACTS = np.dtype(
@@ -53,7 +53,7 @@ class RingMemory:
 
         Raises ValueError where it is smaller.
         """
-        make = native_host.text_ring()
+        make = host.text_ring()
         num_bytes = make.num_bytes(*sizes.row())
         if os.fstat(descriptor).st_size < num_bytes:  # mapped beyond its end, reading is fatal
             raise ValueError(f"the memory of a ring is smaller than {num_bytes} bytes")
@@ -73,5 +73,5 @@ def new_memory(sizes: RingSizes) -> int:
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, native_host.text_ring().num_bytes(*sizes.row()))
+    os.ftruncate(descriptor, host.text_ring().num_bytes(*sizes.row()))
     return descriptor

@@ -5,7 +5,7 @@ import asyncio
 import uvloop
 
 from bytetx.errors import DeviceLostError
-from bytetx.ops.heap import limit_heaps
+from bytetx.ops.host import limit_heaps
 from bytetx.serve.http_server import bind, make_site, run_site
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.settings import ServeSettings

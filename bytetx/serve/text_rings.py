@@ -17,7 +17,7 @@ from bytetx.encode.request import Requests, join_requests
 from bytetx.encode.request_queue import OpenCall
 from bytetx.encode.step import Task
 from bytetx.errors import BytetxError, InputError
-from bytetx.ops import native_host
+from bytetx.ops import host
 from bytetx.sequence_tree import rows_of
 from bytetx.serve.engine import ServedModel
 from bytetx.serve.ring_memory import HAS_NONE, RingMemory, RingSizes
@@ -315,7 +315,7 @@ class RingModels:
         """
         nothing: tuple[dict[str, Any], list[np.ndarray]] = {"kind": None}, []
         served = self._served.get(name)
-        if served is None or native_host.text_ring() is None:
+        if served is None or host.text_ring() is None:
             return nothing
         try:
             engine, call = served.model.embed_call([], options)

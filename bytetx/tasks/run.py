@@ -20,11 +20,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from bytetx.arguments import check_iterable
-from bytetx.encode.engine import EncodeEngine, EncodeStep
+from bytetx.encode.engine import EncodeEngine
+from bytetx.encode.model_runner import EncodeStep
 from bytetx.encode.request import Failure, RunCounter, Window
 from bytetx.encode.request_queue import OpenCall
 from bytetx.errors import OptionError
-from bytetx.ops.heap import release_heap, release_heap_after
+from bytetx.ops.host import release_heap, release_heap_after
 from bytetx.requests.inputs import Input, InputReader
 from bytetx.runtime.forking import OwnProcess, computing
 from bytetx.tasks.call import ListSink, Sink, TaskCall

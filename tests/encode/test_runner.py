@@ -18,7 +18,7 @@ from bytetx.encode.request import Requests
 from bytetx.encode.step import Step
 from bytetx.errors import DeviceLostError, DeviceMemoryError, InputError, StepError
 from bytetx.model import Model
-from bytetx.ops import native_host
+from bytetx.ops import host
 from bytetx.ops.linear import linear, prepare_linear
 from bytetx.packed import pack
 from bytetx.runtime import faults
@@ -168,9 +168,9 @@ def test_a_lost_device_says_to_restart() -> None:
 def test_a_block_holds_a_padded_step(
     has_types: bool, is_native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert native_host.write_step_block() is not None
+    assert host.write_step_block() is not None
     if not is_native:
-        monkeypatch.setattr(native_host, "write_step_block", lambda: None)
+        monkeypatch.setattr(host, "write_step_block", lambda: None)
     ids = [[5, 6, 7], [], [1, 9]]  # 1 is a pad token where positions begin at 2
     types = [[0, 1, 1], [], [1, 0]] if has_types else None
     batch = pack(ids, token_type_ids=types, has_token_types=has_types, position_offset=2)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from bytetx.ops import native, native_host, native_params
+from bytetx.ops import host, native, native_params
 from bytetx.ops.decode_step import StepLayer
 from bytetx.ops.linear import ACTIVATIONS
 from bytetx.ops.native_params import StepBlockLayout
@@ -223,7 +223,7 @@ def test_a_layout_in_another_order_is_refused() -> None:
         cu_seqlens: int
         input_ids: int
 
-    write = native_host.write_step_block()
+    write = host.write_step_block()
     assert write is not None
     block = np.zeros(8, dtype=np.int32)
     ids = np.zeros(1, dtype=np.int32)

@@ -11,7 +11,7 @@ from sampled_rows import columns_of
 from test_sample_tokens import is_right, random_rows
 from torch import Tensor
 
-from bytetx.ops import native, native_host, reference
+from bytetx.ops import host, native, reference
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.kv_codes import quantize_kv, restore_kv
 from bytetx.ops.linear import ACTIVATIONS
@@ -324,8 +324,8 @@ def test_tiles_without_the_native_core(
     lengths = np.random.default_rng(0).choice([0, 1, 31, 32, 33, 64, 65, 400], num_documents)
     bounds = np.array([0, 3, 5]), np.cumsum([0, *lengths])
     ours = triton_kernels.tiles_of(*bounds, dtype, torch.device("cpu"))
-    assert native_host.maxsim_tiles() is not None
-    monkeypatch.setattr(native_host, "maxsim_tiles", lambda: None)
+    assert host.maxsim_tiles() is not None
+    monkeypatch.setattr(host, "maxsim_tiles", lambda: None)
     right = triton_kernels.tiles_of(*bounds, dtype, torch.device("cpu"))
     for name, got, wanted in zip(ours._fields, ours, right, strict=True):
         assert got.dtype == torch.int32 and torch.equal(got, wanted), name

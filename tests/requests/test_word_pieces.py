@@ -14,7 +14,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from bytetx.checkpoint import word_pieces
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.checkpoint.word_pieces import WordPieces
-from bytetx.ops import native_host
+from bytetx.ops import host
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -209,7 +209,7 @@ def test_other_tokenizers_are_left_to_the_library(kind: str) -> None:
 def test_without_the_native_core_ids_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["the token", "日本", ""]
     ids = Tokenizer(bert(), max_tokens=9, config={}).encode_ids(texts).token_ids
-    monkeypatch.setattr(native_host, "word_piece", lambda: None)
+    monkeypatch.setattr(host, "word_piece", lambda: None)
     tokenizer = Tokenizer(bert(), max_tokens=9, config={})
     assert WordPieces(tokenizer.backend).read(texts, max_tokens=9) is None
     assert tokenizer.encode_ids(texts).token_ids.tolist() == ids.tolist()

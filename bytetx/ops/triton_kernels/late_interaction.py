@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bytetx.ops import native_host
+from bytetx.ops import host
 from bytetx.ops.triton_kernels.launch import (
     dot_precision,
     launch,
@@ -204,7 +204,7 @@ def tiles_of(
 ) -> Tiles:
     """One upload.  cu_queries, cu_documents: on the host, bounds.  dtype: the vectors'."""
     tile = _tile_vectors(dtype)
-    cut = native_host.maxsim_tiles()
+    cut = host.maxsim_tiles()
     if cut is None:
         parts = [cu_queries, *_cut(cu_documents, tile)]
         packed = np.concatenate(parts, dtype=np.int32, casting="unsafe")

@@ -1,8 +1,14 @@
-"""Functions of the native core for data on the host; it needs no torch, for front-ends."""
+"""What the C library and the native core do with data on the host; needs no torch.
 
+The C library's heaps: how many there are, and when freed pages go back to the system.
+"""
+
+import ctypes
 import logging
+import sys
 from array import array
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +17,10 @@ import numpy as np
 from bytetx.ops.native_modules import load_native
 
 logger = logging.getLogger("bytetx")
+
+_MANY_TOKENS = 1 << 16  # each took some hundred bytes of the library's
+_M_ARENA_MAX = -8  # as in glibc's malloc.h
+_NUM_HEAPS = 2
 
 
 def load_core(name: str) -> ModuleType | str:
@@ -67,3 +77,36 @@ def word_piece() -> Callable[..., Any] | None:
 def text_ring() -> Any:
     """The native core's class TextRing, of csrc/bindings_text_ring.h; None where it is missing."""
     return getattr(core_modules["cpu"], "TextRing", None)
+
+
+def release_heap() -> None:
+    """Gives freed pages of the C heap back, where the C library can (glibc); else does nothing.
+
+    Activations of ever different sizes leave gaps that glibc keeps resident: MiniLM in f32 grew to
+    twice what was live. Costs a few milliseconds, so call it between windows, not between steps.
+    """
+    trim = _libc_function("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def release_heap_after(num_tokens: int) -> None:
+    """release_heap() where so many tokens were tokenised that their objects took tens of MiB."""
+    if num_tokens > _MANY_TOKENS:
+        release_heap()
+
+
+def limit_heaps() -> None:
+    """Has all threads of a server share few heaps, where the C library has several (glibc).
+
+    Call it before threads start.  malloc_trim leaves free pages at the end of every heap but the
+    first, and any thread may work on a largest body.
+    """
+    mallopt = _libc_function("mallopt")
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, _NUM_HEAPS)
+
+
+@cache
+def _libc_function(name: str) -> "ctypes._NamedFuncPointer | None":
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

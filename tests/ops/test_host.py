@@ -10,7 +10,7 @@ import pytest
 # Eight threads allocate at the same time; glibc writes what heaps there are.
 _PROGRAM = """
 import ctypes, sys, threading
-from bytetx.ops.heap import limit_heaps
+from bytetx.ops.host import limit_heaps
 
 if sys.argv[1] == "limited":
     limit_heaps()
