@@ -155,7 +155,7 @@ class TextRings:
         self._kinds: list[_Kind] = []
         self._rings: list[_Ring] = []
         self._calls: list[_RingCall] = []
-        self._has_waited = False
+        self._has_waited = self._has_ended = False
         engine.add_source(self)
 
     def add_kind(self, task: Task[Any], size: int) -> int | None:
@@ -169,7 +169,9 @@ class TextRings:
         return len(self._kinds) - 1
 
     def add(self, connection: socket.socket, descriptor: int) -> _Ring:
-        """A front-end's ring. Raises ValueError for memory that is too small."""
+        """A front-end's ring. Raises ValueError for memory that is too small, or at the end."""
+        if self._has_ended:
+            raise ValueError("the engine has ended")
         ring = _Ring(connection, RingMemory(descriptor, self.sizes))
         self._rings = [*self._rings, ring]  # the engine's thread may go through the list
         self.wake()
@@ -207,8 +209,11 @@ class TextRings:
         return all([ring.ring.start_waiting() for ring in self._rings])
 
     def end(self) -> None:
+        self._has_ended = True
         self._settle(is_over=True)
         self.give()
+        for ring in self._rings:
+            self._close(ring)
 
     def _take(self, ring: _Ring, small: list[tuple[_Ring, _Texts]]) -> None:
         """Queues the large calls that a ring has, and adds the texts of small ones to `small`."""
@@ -216,9 +221,7 @@ class TextRings:
             *columns, cancelled = [np.frombuffer(one, np.int32) for one in ring.ring.take_entries()]
         except RuntimeError:  # the memory is damaged: the front-end makes another ring
             logger.exception("a front-end's ring is of no use")
-            self._forget(ring)
-            with suppress(OSError):
-                ring.connection.shutdown(socket.SHUT_RDWR)
+            self._close(ring)
             return
         texts = _Texts(*columns)
         if len(texts.slots):
@@ -285,6 +288,12 @@ class TextRings:
             texts.fail_rest()
         self._calls = kept
 
+    def _close(self, ring: _Ring) -> None:
+        """Tells the front-end that its ring is of no use any more."""
+        self._forget(ring)
+        with suppress(OSError):
+            ring.connection.shutdown(socket.SHUT_RDWR)
+
     def _forget(self, ring: _Ring) -> None:
         """Drops the large calls of a front-end that is gone; the small ones of all run on."""
         for texts in self._calls:
@@ -319,8 +328,9 @@ class RingModels:
             return nothing
         try:
             engine, call = served.model.embed_call([], options)
+            engine.check_open()
             whole = served.model.embed_call([], {**options, "dimensions": None})[1]
-        except (BytetxError, TypeError, ValueError):  # as the call itself will be told
+        except Exception:  # as the call itself will be told
             return nothing
         reader, task, tokenizer = call.reader, call.task, call.reader.tokenizer
         is_plain = call.adapters is call.merge is reader.prompts is reader.expansion is None
