@@ -44,6 +44,7 @@ WITHOUT_TORCH = [
     "bytetx.serve.app",
     "bytetx.serve.http_server",
     "bytetx.serve.remote",
+    "bytetx.serve.ring_client",
     "bytetx.serve.child_process",
     "bytetx.serve.supervisor",
 ]

@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from bytetx.checkpoint.tokenizer_options import (
 )
 from bytetx.checkpoint.word_pieces import WordPieces
 from bytetx.errors import CheckpointError
-from bytetx.ops.host import flatten_int_lists
+from bytetx.ops import host
 
 logger = logging.getLogger("bytetx")
 
@@ -57,6 +58,26 @@ class Tokens:
     token_ids: np.ndarray
     seqlens: np.ndarray
     is_truncated: np.ndarray
+
+
+def flatten_int_lists(lists: Sequence[list[int]], *, total: int) -> np.ndarray | None:
+    """int32 [total], the numbers behind one another; None where one is no int or beyond int32.
+
+    total: the sum of the lists' lengths.  There is no loop in Python over what is in them.
+    """
+    flatten = getattr(host.core_modules["cpu"], "flatten_int_lists", None)
+    if flatten is not None:
+        flat = np.empty(total, dtype=np.int32)
+        return flat if flatten(list(lists), flat.ctypes.data, total) else None
+    if any(type(number) is not int for numbers in lists for number in numbers[:1]):
+        return None  # an array would take True for 1
+    numbers = array("i")
+    try:
+        for each in lists:
+            numbers.fromlist(each)
+    except (TypeError, OverflowError):
+        return None
+    return np.array(numbers, dtype=np.int32, copy=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +230,8 @@ class Tokenizer:
     def from_state(cls, backend: str, state: TokenizerState) -> "Tokenizer":
         """A tokenizer of the same ids, for texts alone.  backend: JSON, of backend.to_str()."""
         library = tokenizers.Tokenizer.from_str(backend)
-        config = {"truncation_side": library.truncation["direction"]}
+        truncation = library.truncation
+        config = {} if truncation is None else {"truncation_side": truncation["direction"]}
         tokenizer = cls(library, max_tokens=state.max_tokens, config=config, name=state.name)
         library.encode_special_tokens = state.encodes_special_tokens
         tokenizer._use(library, state.max_tokens)

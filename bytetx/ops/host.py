@@ -6,8 +6,7 @@ The C library's heaps: how many there are, and when freed pages go back to the s
 import ctypes
 import logging
 import sys
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -35,26 +34,6 @@ def load_core(name: str) -> ModuleType | str:
 _said: set[str] = set()
 # The compiled module of each device type, or why there is none; ops/native.py adds that of GPUs.
 core_modules: dict[str, ModuleType | str] = {"cpu": load_core("_cpu")}
-
-
-def flatten_int_lists(lists: Sequence[list[int]], *, total: int) -> np.ndarray | None:
-    """int32 [total], the numbers behind one another; None where one is no int or beyond int32.
-
-    total: the sum of the lists' lengths.  There is no loop in Python over what is in them.
-    """
-    flatten = getattr(core_modules["cpu"], "flatten_int_lists", None)
-    if flatten is not None:
-        flat = np.empty(total, dtype=np.int32)
-        return flat if flatten(list(lists), flat.ctypes.data, total) else None
-    if any(type(number) is not int for numbers in lists for number in numbers[:1]):
-        return None  # an array would take True for 1
-    numbers = array("i")
-    try:
-        for each in lists:
-            numbers.fromlist(each)
-    except (TypeError, OverflowError):
-        return None
-    return np.array(numbers, dtype=np.int32, copy=None)
 
 
 def write_step_block() -> Callable[..., None] | None:

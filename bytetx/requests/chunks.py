@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import tokenizers
 
+from bytetx.checkpoint.tokenizer import flatten_int_lists
 from bytetx.encode.request import Alignment
 from bytetx.errors import TooLongError
-from bytetx.ops.host import flatten_int_lists
 
 # Beyond so many tokens the library's lists are not asked for as wholes, which no other thread
 # could interrupt: a million offsets take 0.2 s.

@@ -17,10 +17,9 @@ from bytetx.checkpoint.chat_template import ChatTemplate, PreparedChat
 from bytetx.checkpoint.control_tokens import ChatEncoder, mark_control_tokens
 from bytetx.checkpoint.decision_files import KINDS, DecisionConfig
 from bytetx.checkpoint.side_files import is_deeper
-from bytetx.checkpoint.tokenizer import Tokens
+from bytetx.checkpoint.tokenizer import Tokens, flatten_int_lists
 from bytetx.encode.request import Alignment, Failure, Requests, Window
 from bytetx.errors import CheckpointError, InputError, TooLongError, shown
-from bytetx.ops.host import flatten_int_lists
 from bytetx.requests.inputs import InputReader, no_requests
 from bytetx.requests.token_ids import Errors
 

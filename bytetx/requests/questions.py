@@ -7,10 +7,9 @@ from itertools import chain
 import numpy as np
 import tokenizers
 
-from bytetx.checkpoint.tokenizer import Text, Tokenizer
+from bytetx.checkpoint.tokenizer import Text, Tokenizer, flatten_int_lists
 from bytetx.encode.request import Alignment, Requests
 from bytetx.errors import InputError, TooLongError
-from bytetx.ops.host import flatten_int_lists
 from bytetx.requests.chunks import check_chunks, chunk_starts
 from bytetx.requests.inputs import InputReader, no_requests
 from bytetx.requests.token_ids import Errors

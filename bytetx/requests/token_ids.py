@@ -8,8 +8,8 @@ from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
+from bytetx.checkpoint.tokenizer import flatten_int_lists
 from bytetx.errors import InputError, shown
-from bytetx.ops.host import flatten_int_lists
 
 Ids = Sequence[int] | np.ndarray
 Errors = dict[int, InputError]  # by index in the caller's order

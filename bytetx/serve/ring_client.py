@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -255,7 +256,7 @@ class _ClientRing:
             else:
                 self._reading.update(calls)
                 task = self._loop.run_in_executor(self._thread, _read, kind.reader, calls)
-                task.add_done_callback(lambda done, k=kind, c=calls: self._on_read(k, c, done))
+                task.add_done_callback(partial(self._on_read, kind, calls))
 
     def _on_read(self, kind: _Kind, calls: list[RingCall], done: "asyncio.Future[Any]") -> None:
         self._reading.difference_update(calls)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bytetx
+from bytetx.checkpoint.tokenizer import flatten_int_lists
 from bytetx.errors import InputError, TooLongError
 from bytetx.ops import native
-from bytetx.ops.host import flatten_int_lists
 from bytetx.requests.token_ids import cut_ids, flatten_ids
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -1,12 +1,14 @@
 """Front-ends that share a port, and the engine process: killed, it comes back."""
 
 import asyncio
+import contextlib
 import gc
 import json
+import random
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -15,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from other_processes import child_processes
-from serving import InProcess, Server, start_server
+from serving import KEY, InProcess, Server, start_server
 
 from bytetx import SamplingParams
 from bytetx.errors import OptionError
@@ -136,6 +138,103 @@ def test_a_request_above_the_whole_queue_is_413(split_server: Server) -> None:
         for path, body in (("/embed", {"inputs": "fox " * 80_000}), ("/v1/completions", prompts)):
             answer = client.post(path, json=body)
             assert answer.status_code == 413 and "--max-queued-tokens" in answer.text, answer.text
+
+
+async def storm(
+    server: Server, texts: Sequence[str], *, num_requests: int, clients_leave: bool = False
+) -> list[tuple[list[str], httpx.Response | None]]:
+    """(texts, answer, None where there is none) of requests over connections of their own."""
+    numbers = random.Random(0)
+    found: list[tuple[list[str], httpx.Response | None]] = []
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        own = numbers.sample(texts, numbers.choice((1, 1, 1, 2, 16)))
+        try:
+            async with asyncio.timeout(0.002 if clients_leave and numbers.random() < 0.3 else 60):
+                answer = await client.post("/embed", json={"inputs": own})
+        except (httpx.TransportError, TimeoutError):
+            found.append((own, None))
+        else:
+            found.append((own, answer))
+
+    headers = {"Authorization": f"Bearer {KEY}"}
+    limits = httpx.Limits(max_connections=32, max_keepalive_connections=16)
+    async with httpx.AsyncClient(
+        base_url=server.url, headers=headers, timeout=60, limits=limits
+    ) as client:
+        await asyncio.gather(*(ask(client) for _ in range(num_requests)))
+    return found
+
+
+def check_answers(
+    found: Sequence[tuple[list[str], httpx.Response | None]], expected: dict[str, np.ndarray]
+) -> int:
+    """How many requests were answered; each answer has the texts' own vectors."""
+    good = 0
+    for texts, answer in found:
+        if answer is None or answer.status_code == 503:
+            continue
+        assert answer.status_code == 200, answer.text
+        good += 1
+        for text, row in zip(texts, answer.json(), strict=True):
+            np.testing.assert_allclose(row, expected[text], atol=1e-5)
+    return good
+
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
+
+
+@pytest.fixture(scope="module")
+def vectors(in_process: InProcess) -> dict[str, np.ndarray]:
+    """Model.embed's vector of each of 200 texts."""
+    numbers = random.Random(1)
+    texts = [" ".join(numbers.choices(WORDS, k=numbers.randint(1, 20))) for _ in range(200)]
+    found = in_process.model("embedder").embed(texts, normalize=True, truncate=True)
+    return dict(zip(texts, found, strict=True))
+
+
+def test_a_storm_with_clients_that_leave(
+    split_server: Server, vectors: dict[str, np.ndarray]
+) -> None:
+    for clients_leave in (False, True):
+        found = asyncio.run(
+            storm(split_server, list(vectors), num_requests=300, clients_leave=clients_leave)
+        )
+        assert check_answers(found, vectors) >= (100 if clients_leave else 300)
+    split_server.wait_until_idle()
+    with split_server.client() as client:
+        steps = client.get("/stats.json").json()["queue"]
+        assert (steps["requests"], steps["running"]) == (0, 0)
+
+
+@pytest.mark.parametrize("victim", ["frontend", "engine"])
+def test_a_process_that_is_killed_in_a_storm(
+    split_server: Server, vectors: dict[str, np.ndarray], victim: str
+) -> None:
+    """What is answered is answered right, the rest is 503 or a closed connection; then all is as
+    before."""
+
+    async def main() -> list[tuple[list[str], httpx.Response | None]]:
+        running = asyncio.create_task(storm(split_server, list(vectors), num_requests=300))
+        await asyncio.sleep(0.2)
+        subprocess.run(["kill", "-KILL", str(children(split_server)[victim][0])], check=True)
+        return await running
+
+    check_answers(asyncio.run(main()), vectors)
+    split_server.wait_for(r"(front-end|engine process)[^\n]*ended with -9")
+    wait_until_healthy(split_server)
+    found = asyncio.run(storm(split_server, list(vectors), num_requests=200))
+    assert check_answers(found, vectors) == 200
+
+
+def wait_until_healthy(server: Server) -> None:
+    """All processes answer again."""
+    good = 0
+    while good < 20:
+        assert server.process.poll() is None
+        with contextlib.suppress(httpx.TransportError), server.client() as client:
+            is_good = client.get("/health").status_code == 200
+            good = good + 1 if is_good else 0
 
 
 @pytest.mark.feature("Server", "front-ends before one engine")
