@@ -57,12 +57,18 @@ class ReaderSizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Kind:
-    """Calls with the same options.  number: as the engine knows it.  size: of a vector."""
+    """Calls with the same options.
+
+    number: as the engine knows it.  size: of a vector.  max_texts, max_tokens: of a call; one that
+    is more than the whole queue takes goes by a frame, and is refused.
+    """
 
     ring: "_ClientRing"
     number: int
     size: int
     reader: InputReader
+    max_texts: int
+    max_tokens: int
 
 
 @dataclass(eq=False, slots=True)
@@ -154,7 +160,8 @@ class RingClient:
                 keeps_errors=True,
             )
             if self._rings.get(call.model) is ring:
-                self._kinds[key] = _Kind(ring, header["kind"], header["size"], reader)
+                number, size = header["kind"], header["size"]
+                self._kinds[key] = _Kind(ring, number, size, reader, *header["limits"])
         except (ServeError, OSError) as error:
             self._kinds.pop(key, None)
             logger.debug("no ring for %s: %s", call.model, error)
@@ -292,10 +299,11 @@ class _ClientRing:
             own = seqlens[rows]
             if call.answer.done():
                 continue
-            if own.max() > most or len(own) > len(self._free):
+            call.num_tokens, call.num_left = int(own.sum()), len(own)
+            is_large = len(own) > kind.max_texts or call.num_tokens > kind.max_tokens
+            if is_large or own.max() > most or len(own) > len(self._free):
                 call.answer.set_result(None)
                 continue
-            call.num_tokens, call.num_left = int(own.sum()), len(own)
             call.num_truncated = int(np.count_nonzero(requests.is_truncated[rows]))
             call.tokenize_seconds = now - call.started
             if call.num_tokens > _MAX_JOINED_TOKENS:

@@ -5,6 +5,7 @@ The engine's own thread does this between steps, for all texts that have come, i
 
 import logging
 import socket
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -154,6 +155,7 @@ class TextRings:
         self.engine, self.sizes = engine, sizes
         self._kinds: list[_Kind] = []
         self._rings: list[_Ring] = []
+        self._new = deque[_Ring]()  # that the engine's thread has not seen
         self._calls: list[_RingCall] = []
         self._has_waited = self._has_ended = False
         engine.add_source(self)
@@ -170,10 +172,10 @@ class TextRings:
 
     def add(self, connection: socket.socket, descriptor: int) -> _Ring:
         """A front-end's ring. Raises ValueError for memory that is too small, or at the end."""
-        if self._has_ended:
-            raise ValueError("the engine has ended")
         ring = _Ring(connection, RingMemory(descriptor, self.sizes))
-        self._rings = [*self._rings, ring]  # the engine's thread may go through the list
+        self._new.append(ring)
+        if self._has_ended:  # and it may not be seen any more
+            raise ValueError("the engine has ended")
         self.wake()
         return ring
 
@@ -184,10 +186,12 @@ class TextRings:
     # What follows is called by the engine's thread.
 
     def feed(self) -> None:
+        while self._new:
+            self._rings.append(self._new.popleft())
         if self._calls:
             self._settle()
         taken: list[tuple[_Ring, _Texts]] = []
-        for ring in self._rings:
+        for ring in list(self._rings):
             if self._has_waited:
                 ring.ring.stop_waiting()
             if ring.is_lost:
@@ -212,7 +216,7 @@ class TextRings:
         self._has_ended = True
         self._settle(is_over=True)
         self.give()
-        for ring in self._rings:
+        for ring in [*self._rings, *self._new]:
             self._close(ring)
 
     def _take(self, ring: _Ring, small: list[tuple[_Ring, _Texts]]) -> None:
@@ -300,7 +304,8 @@ class TextRings:
             if texts.group and texts.rings[0] is ring:
                 self._cancel(ring, texts.group)
         ring.done = []
-        self._rings = [one for one in self._rings if one is not ring]
+        if ring in self._rings:
+            self._rings.remove(ring)
 
 
 class RingModels:
@@ -355,6 +360,7 @@ class RingModels:
             "prompt": reader.prompt,
             "truncate": reader.truncate,
             "ring": rings.sizes.row(),
+            "limits": served.model.queue_limits,
             "sizes": sizes,
             "tokenizer": asdict(tokenizer.state()),
         }

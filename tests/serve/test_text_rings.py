@@ -379,6 +379,10 @@ def test_a_full_queue_is_429(checkpoints: dict[str, Path], tmp_path: Path) -> No
                 assert isinstance(error, ServeError) and error.kind == "overloaded", error
             await by_ring(client, embed(["a"]))
             assert slots_in_use(client) == 0
+            # More than the whole queue takes goes by a frame, in parts.
+            sent = client._rings.start(embed(["a"] * 21))
+            assert sent is not None and await sent.answer is None
+            assert len((await client.run(embed(["a"] * 21))).arrays[0]) == 21
         await close_models(app.served)
 
     in_loop(main)
