@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bytetx.checkpoint.tokenizer import Tokenizer
-from bytetx.ops.heap import release_heap_after
+from bytetx.ops.host import release_heap_after
 
 
 class LeftTruncation:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from bytetx.ops import host
 from bytetx.sequence_tree import rows_of
 from bytetx.serve.engine import ServedModel
 from bytetx.serve.ring_memory import HAS_NONE, RingMemory, RingSizes
+from bytetx.tasks.embed import EmbedTask
 
 logger = logging.getLogger("bytetx.serve")
 
@@ -100,7 +101,7 @@ class _Ring:
         self.done: list[tuple[np.ndarray, OpenCall]] = []
         self.is_lost = False
 
-    def put(self, slots: np.ndarray, rows: Sequence[Any], call: _RingCall) -> None:
+    def put(self, slots: np.ndarray, rows: np.ndarray | Sequence[Any], call: _RingCall) -> None:
         """Writes the vectors of texts of a call."""
         vectors = self.memory.vectors
         if call.size == vectors.shape[1]:
@@ -238,7 +239,8 @@ class TextRings:
                 rows = np.flatnonzero(texts.groups == 0)
                 places = rows_of(requests.cu_seqlens[rows], texts.seqlens[rows])
                 columns = [column[rows] for column in columns[:-1]]
-                texts = _Texts(*columns, texts.token_ids[places])
+                columns.append(texts.token_ids[places])
+                texts = _Texts(*columns)
             if len(texts.slots):
                 small.append((ring, texts))
         for slot in cancelled.tolist():
@@ -339,12 +341,15 @@ class RingModels:
             return nothing
         reader, task, tokenizer = call.reader, call.task, call.reader.tokenizer
         is_plain = call.adapters is call.merge is reader.prompts is reader.expansion is None
-        if not is_plain or reader.cuts or task.quantizer is not None or tokenizer is None:
+        if not is_plain or reader.cuts or tokenizer is None:
+            return nothing
+        if not isinstance(task, EmbedTask) or task.quantizer is not None:
             return nothing
         rings = self._rings.get(name)
         if rings is None:
             most = min(served.facts.max_tokens, MAX_TOKENS)
-            sizes = RingSizes(NUM_SLOTS, most, whole.task.size)
+            width = cast(EmbedTask, whole.task).size
+            sizes = RingSizes(NUM_SLOTS, most, width)
             rings = self._rings[name] = TextRings(engine, sizes=sizes)
         is_own = rings.engine is engine and tokenizer is served.model.model.tokenizer
         if not is_own or task.size > rings.sizes.width:  # of a route that has its own
@@ -353,7 +358,6 @@ class RingModels:
         if number is None:
             return nothing
         spec = reader.spec
-        sizes = [spec.vocab_size, spec.max_positions, spec.num_token_types, spec.num_layers]
         header = {
             "kind": number,
             "size": task.size,
@@ -361,7 +365,7 @@ class RingModels:
             "truncate": reader.truncate,
             "ring": rings.sizes.row(),
             "limits": served.model.queue_limits,
-            "sizes": sizes,
+            "sizes": [spec.vocab_size, spec.max_positions, spec.num_token_types, spec.num_layers],
             "tokenizer": asdict(tokenizer.state()),
         }
         backend = b"" if has_reader else tokenizer.backend.to_str().encode()
