@@ -174,6 +174,8 @@ def test_vectors_are_models_bit_for_bit(in_process: InProcess, tmp_path: Path) -
                     outcome = await by_ring(client, embed(texts, **options))
                     expected = model.embed(texts, **{**OPTIONS, **options})
                     np.testing.assert_array_equal(outcome.arrays[0], expected)
+                    (ring,) = client._rings._rings.values()  # a slow reader holds no slot
+                    assert not np.shares_memory(outcome.arrays[0], ring._memory.vectors)
                     stats, timings = expected.stats, outcome.timings
                     assert timings.num_texts == len(texts)
                     assert timings.num_tokens == stats.num_tokens
