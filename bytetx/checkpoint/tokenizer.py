@@ -86,7 +86,6 @@ class TokenizerState:
 
     name: str
     max_tokens: int
-    skipped_id: int | None
     encodes_special_tokens: bool
     has_token_types: bool
 
@@ -216,12 +215,13 @@ class Tokenizer:
         backend.encode_special_tokens = self.backend.encode_special_tokens  # not in the text
         return backend
 
-    def state(self) -> TokenizerState:
-        """What another process reads the same ids with."""
+    def state(self) -> TokenizerState | None:
+        """What another process reads the same ids with; None where code reads a part of them."""
+        if self._python is not None or type(self) is not Tokenizer:
+            return None
         return TokenizerState(
             self.name,
             self.max_tokens,
-            self.skipped_id,
             bool(self.backend.encode_special_tokens),
             self.has_token_types,
         )
@@ -235,7 +235,7 @@ class Tokenizer:
         tokenizer = cls(library, max_tokens=state.max_tokens, config=config, name=state.name)
         library.encode_special_tokens = state.encodes_special_tokens
         tokenizer._use(library, state.max_tokens)
-        tokenizer.skipped_id, tokenizer.has_token_types = state.skipped_id, state.has_token_types
+        tokenizer.has_token_types = state.has_token_types
         return tokenizer
 
     @property

@@ -341,7 +341,8 @@ class RingModels:
             return nothing
         reader, task, tokenizer = call.reader, call.task, call.reader.tokenizer
         is_plain = call.adapters is call.merge is reader.prompts is reader.expansion is None
-        if not is_plain or reader.cuts or tokenizer is None:
+        state = None if tokenizer is None else tokenizer.state()
+        if not is_plain or reader.cuts or tokenizer is None or state is None:
             return nothing
         if not isinstance(task, EmbedTask) or task.quantizer is not None:
             return nothing
@@ -366,7 +367,7 @@ class RingModels:
             "ring": rings.sizes.row(),
             "limits": served.model.queue_limits,
             "sizes": [spec.vocab_size, spec.max_positions, spec.num_token_types, spec.num_layers],
-            "tokenizer": asdict(tokenizer.state()),
+            "tokenizer": asdict(state),
         }
         backend = b"" if has_reader else tokenizer.backend.to_str().encode()
         return header, [np.frombuffer(backend, dtype=np.uint8)]

@@ -12,6 +12,7 @@ import pytest
 from path_lengths import path_length
 from serving import InProcess
 
+from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.ops import host
 from bytetx.serve.calls import Call, Outcome
 from bytetx.serve.engine import LocalBackend
@@ -184,6 +185,27 @@ def test_vectors_are_models_bit_for_bit(in_process: InProcess, tmp_path: Path) -
             assert slots_in_use(client) == 0
 
     in_loop(main)
+
+
+def test_a_tokenizer_crosses_a_process(in_process: InProcess) -> None:
+    texts = [*TEXTS, "é ü 中 fox", "fox " * 500]
+    for name in ("embedder", "writer"):
+        own = in_process.model(name).tokenizer
+        state = own.state()
+        assert state is not None
+        other = Tokenizer.from_state(own.backend.to_str(), state)
+        for one, expected in zip(other.encode(texts), own.encode(texts), strict=True):
+            assert one.ids == expected.ids
+        given, wanted = other.encode_ids(texts), own.encode_ids(texts)
+        np.testing.assert_array_equal(given.token_ids, wanted.token_ids)
+        np.testing.assert_array_equal(given.is_truncated, wanted.is_truncated)
+    own = in_process.model("embedder").tokenizer
+
+    class Coded(Tokenizer):
+        """One whose class has code of its own."""
+
+    coded = Coded(own._copied_backend(), max_tokens=8, config={})
+    assert coded.state() is None
 
 
 def test_calls_of_all_frontends_share_steps(in_process: InProcess, tmp_path: Path) -> None:
