@@ -159,6 +159,18 @@ def test_min_tokens_and_ignore_eos_hold_while_something_else_fits(
         assert (len(text), reason) == (9, "stop")
 
 
+def test_rules_may_stand_before_the_form(shared: GrammarCompiler) -> None:
+    begin = 'begin: thought "="\nthought: /[x-z]{2}/'
+    for wanted, end in (
+        (form(regex="ab", begin=begin), "ab"),
+        (form(json={"const": [1]}, begin=begin), r"\[1\]"),
+        (form(choice=["yes"], begin=begin), "yes"),
+        (form(grammar='start: "a" "b"', begin=begin), "ab"),
+    ):
+        text, _, reason, _ = answer(shared, structured_outputs=wanted)
+        assert reason == "stop" and re.fullmatch(f"[x-z]{{2}}={end}", text), text
+
+
 def test_stop_strings_and_tokens_end_an_answer_early(shared: GrammarCompiler) -> None:
     wanted = form(regex="a{3}b{9}")
     text, _, reason, stop = answer(shared, structured_outputs=wanted, stop=["ab"])
