@@ -158,7 +158,8 @@ def greedy(logits: Tensor) -> Tensor:
     columns = first + torch.arange(_ARGMAX_BLOCK, device=logits.device)
     columns.clamp_(max=vocab_size - 1)
     place = logits.gather(1, columns).argmax(dim=-1, keepdim=True)
-    return (first + place).squeeze(1).int()
+    tokens: Tensor = (first + place).squeeze(1).int()
+    return tokens
 
 
 def sample(
