@@ -37,7 +37,8 @@ struct GroupedLinearParams {
     bool gated;  // 32 outputs of gates and 32 of values take turns; n is a multiple of 64
     int32_t bits;
     GroupForm form;
-    DType dtype;  // f16 or bf16
+    DType dtype;   // f16 or bf16
+    int32_t tile;  // tokens of a tile, 128 or 256, where n is whole strips of 16; 0: as is fastest
 };
 void grouped_linear(const GroupedLinearParams& p, const Launch& launch);
 

@@ -41,8 +41,10 @@ _OUTPUTS, _FEATURES = 64, 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _CHUNK = 1 << 26  # weights that are rounded at a time
 # Of each backend; for more tokens, writing the matrix out and the GEMM of 16-bit weights take less
-# time.
-_MOST_FUSED_TOKENS = {"native": 512, "triton": 128}
+# time. The native kernel for many tokens stores whole strips of outputs.
+_MOST_FUSED_TOKENS = {"native": 1 << 31, "triton": 128}
+_STRIP, _MOST_TOKENS_OF_RESTS = 16, 512
+_TILE = 0  # as GroupedLinearParams.tile of csrc/grouped_ops.h
 
 # Shape class: dtype and features. run(x, w, *, activation, residual, is_gated) as of GroupedBlocks.
 GROUPED_LINEAR = Operation("grouped_linear", "cuda")
@@ -141,7 +143,10 @@ class GroupedBlocks(QuantizedWeight):
         return self._fuses(GROUPED_LINEAR.choose(self.blocks.device, self.dtype, self.k).name, m)
 
     def _fuses(self, backend: str, m: int) -> bool:
-        return m <= _MOST_FUSED_TOKENS.get(backend, -1) and not self.batch_invariant
+        most = _MOST_FUSED_TOKENS.get(backend, -1)
+        if self.n % _STRIP:
+            most = min(most, _MOST_TOKENS_OF_RESTS)
+        return m <= most and not self.batch_invariant
 
     def _parts(self) -> tuple[Tensor, Tensor]:
         """(codes, numbers) of the blocks, [blocks of n, of k, bytes] and of dtype."""
@@ -244,6 +249,7 @@ def _run_kernel(
         bits=w.bits,
         form=FORMS.index(w.form),
         dtype=native.DTYPE_CODES[w.dtype],
+        tile=_TILE,
         launch=native.launch_args(x.device),
     )
     return d if residual is None or fuses else d.add_(residual)

@@ -165,19 +165,20 @@ struct Codes {
     static constexpr int kBits = bits_of(kKind);
     static constexpr int kStripBytes = kStripOutputs * kBlockFeatures * kBits / 8;
     static constexpr int kNumberBytes = numbers_of(kKind) * 2;
-    static constexpr int kStripNumbers = kStripOutputs * 2;  // two groups
+    static constexpr int kStripNumberBytes = kStripOutputs * 2 * kNumberBytes;  // two groups
     static constexpr int kStrips = kBlockOutputs / kStripOutputs;
     static constexpr int kNumbersAt = kStrips * kStripBytes;
-    static constexpr int kBytes = kNumbersAt + kStrips * kStripNumbers * kNumberBytes;
+    static constexpr int kBytes = kNumbersAt + kStrips * kStripNumberBytes;
 };
 
-// Operand a of the four products of a block: a[4 * j + i] of features 16 * j on.
+// Operand a of the four products of a strip: a[4 * j + i] of features 16 * j on.
 template <typename T, CodeKind kKind>
-__device__ __forceinline__ void weights_of_block(const uint8_t* block, int strip, int lane,
+__device__ __forceinline__ void weights_of_strip(const uint8_t* strip_codes,
+                                                 const uint8_t* strip_numbers, int lane,
                                                  GroupForm form, uint32_t (&a)[16]) {
     using C = Codes<kKind>;
-    const auto* codes = reinterpret_cast<const uint4*>(block + strip * C::kStripBytes) + lane;
-    const uint8_t* numbers = block + C::kNumbersAt + (strip * 8 + lane / 4) * 4 * C::kNumberBytes;
+    const auto* codes = reinterpret_cast<const uint4*>(strip_codes) + lane;
+    const uint8_t* numbers = strip_numbers + lane / 4 * 4 * C::kNumberBytes;
     // Pairs 0 and 1 are features 0 and 8 of the first product, 2 and 3 of the next.
     const auto place = [](int i) { return i / 2 * 4 + i % 2 * 2; };
     if constexpr (bits_of(kKind) == 4) {
@@ -218,6 +219,15 @@ __device__ __forceinline__ void weights_of_block(const uint8_t* block, int strip
             }
         }
     }
+}
+
+// The same of one of a block's strips.
+template <typename T, CodeKind kKind>
+__device__ __forceinline__ void weights_of_block(const uint8_t* block, int strip, int lane,
+                                                 GroupForm form, uint32_t (&a)[16]) {
+    using C = Codes<kKind>;
+    weights_of_strip<T, kKind>(block + strip * C::kStripBytes,
+                               block + C::kNumbersAt + strip * C::kStripNumberBytes, lane, form, a);
 }
 
 // Calls body with the kind of codes of these bits and this form.

@@ -3,28 +3,33 @@
 //   d = act(x w^T + bias) + residual        x [m, k], d [m, n], f16 or bf16, f32 sums
 //   d = act(x gates^T) * (x values^T)
 //
-// Weights are the 64 rows that wgmma takes from registers, tokens its columns: a warp decodes its
-// 16 outputs of a block, 32 numbers a lane, while the products of the block before run, and no
-// weight goes back to memory. A CTA has 128 outputs and 8 to 128 tokens; one warp copies blocks and
-// rows of x into a ring, the codes of the first stages before the prior kernel has ended. Where
-// tiles are few, up to eight CTAs of a cluster share k and add up their sums, in the order of k,
-// through distributed shared memory. Bytes: codes and numbers once for every 128 tokens (from HBM
-// once), 5, 8.5 or 9 bits a weight. Few tokens are bound by HBM, many by decoding and the matrix
-// unit.
+// Three kernels, by rows of x; launch_fastest() chooses:
+//   one row     grouped_row_launch.cuh     streams codes of 4 bits; bound by HBM
+//   few         grouped_linear_launch.cuh  shares k among the CTAs of a cluster; HBM, decoding
+//   many        grouped_tiles_launch.cuh   persistent, 128 or 256 tokens a tile; the matrix unit
+//
+// In all of them weights are the rows of the matrix unit's operand a, from registers, and x its
+// columns: a warp decodes its 16 outputs of a block, 32 numbers a lane, and no weight goes back to
+// memory. The codes of the first stages are loaded before the prior kernel has ended. Bytes: codes
+// and numbers, 5, 8.5 or 9 bits a weight, once for every tile of tokens (from HBM once).
 //
 // grouped_rows() writes the matrix, or rows of it, for products of many tokens and for word tables.
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 #include "common/check.cuh"
 #include "common/row.cuh"
 #include "cuda/grouped_linear_launch.cuh"
+#include "cuda/grouped_row_launch.cuh"
+#include "cuda/grouped_tiles_launch.cuh"
 
 namespace bytetx {
 namespace {
 
 constexpr int kRowThreads = 256;
-constexpr int kEight = 8;  // features of a thread
+constexpr int kEight = 8;           // features of a thread
+constexpr int kMostFewTokens = 64;  // for which tiles of 128 tokens are too large
 
 template <typename T, grouped::CodeKind kKind>
 __global__ void __launch_bounds__(kRowThreads) grouped_rows_kernel(const GroupedRowsParams p) {
@@ -106,6 +111,58 @@ void check_sizes(const char* op, int64_t m, int64_t n, int64_t k) {
                                 std::to_string(k));
 }
 
+// Pairs of tiles of outputs that are multiplied with 256 tokens a tile, and those behind them with
+// 128; none: by the kernel for few tokens.
+struct TilePlan {
+    int large, small;
+};
+
+// By what an H200 took. The unit is the time that a block of features takes the kernel for few
+// tokens, about 0.43 us. Where the last wave of large tiles is of few, small ones take its place.
+TilePlan plan_tiles(const GroupedLinearParams& p) {
+    if (p.m <= kMostFewTokens || p.n % grouped::kStripOutputs != 0) return {};
+    const int pairs = gemm::num_tiles(p.n, grouped::kPairOutputs);
+    if (p.tile != 0) return p.tile == 256 ? TilePlan{pairs, 0} : TilePlan{0, pairs};
+    const int blocks = gemm::num_tiles(p.k, grouped::kBlockFeatures), sms = num_sms();
+    double least = 1e30;
+    TilePlan best{};
+    const auto consider = [&](TilePlan plan, double time) {
+        if (time < least) best = plan, least = time;
+    };
+    const int tiles = gemm::num_tiles(p.m, 128) * gemm::num_tiles(p.n, grouped::kGroupedOutputs);
+    for (int sharers = 1; sharers <= grouped::kMaxSharers; ++sharers) {
+        const int waves = gemm::num_tiles(int64_t{tiles} * sharers, sms);
+        if (sharers > 1 && waves > 1) break;
+        const double shared = sharers > 1 ? 6 + sharers : 0;
+        consider({}, waves * (gemm::num_tiles(blocks, sharers) + 8) + shared);
+    }
+    const int large_m = gemm::num_tiles(p.m, 256), small_m = gemm::num_tiles(p.m, 128);
+    const int at_once = sms / 2, waves = gemm::num_tiles(int64_t{large_m} * pairs, at_once);
+    for (const int large_waves : {waves, waves - 1, 0}) {
+        const int large = std::min(pairs, large_waves * at_once / large_m), small = pairs - large;
+        const int small_waves = gemm::num_tiles(int64_t{small_m} * small, at_once);
+        double time = large_waves * (1.5 * blocks + 13);
+        if (small > 0) time += small_waves * (0.88 * blocks + 7) + 5;
+        consider({large, small}, time);
+    }
+    return best;
+}
+
+template <typename T, grouped::CodeKind kKind>
+void launch_fastest(const GroupedLinearParams& p, cudaStream_t stream) {
+    if constexpr (grouped::bits_of(kKind) == 4) {
+        if (p.m == 1 && grouped::row_fits<kKind>(p.k, p.gated)) {
+            return grouped::launch_grouped_row<T, kKind>(p, stream);
+        }
+    }
+    const auto [large, small] = plan_tiles(p);
+    if (large + small == 0) return grouped::launch_grouped<T, kKind>(p, stream);
+    if (large > 0) grouped::launch_grouped_tiles<T, kKind>(p, 256, {0, large}, stream);
+    if (small > 0) {
+        grouped::launch_grouped_tiles<T, kKind>(p, 128, {large, large + small}, stream);
+    }
+}
+
 }  // namespace
 
 void grouped_linear(const GroupedLinearParams& p, const Launch& launch) {
@@ -115,12 +172,15 @@ void grouped_linear(const GroupedLinearParams& p, const Launch& launch) {
         throw std::invalid_argument("gated rows have n % 64 == 0 and no residual, got n = " +
                                     std::to_string(p.n));
     }
+    if (p.tile != 0 && p.tile != 128 && p.tile != 256) {
+        throw std::invalid_argument("tiles have 128 or 256 tokens, got " + std::to_string(p.tile));
+    }
     if (p.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     grouped::dispatch_kind(p.bits, p.form, [&]<grouped::CodeKind kKind>() {
-        p.dtype == DType::f16 ? grouped::launch_grouped<Half, kKind>(p, stream)
-                              : grouped::launch_grouped<BFloat16, kKind>(p, stream);
+        p.dtype == DType::f16 ? launch_fastest<Half, kKind>(p, stream)
+                              : launch_fastest<BFloat16, kKind>(p, stream);
     });
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }

@@ -8,8 +8,8 @@
 #include "common/ring.cuh"
 #include "common/wgmma.cuh"
 #include "cuda/grouped_codes.cuh"
+#include "cuda/grouped_epilogue.cuh"
 #include "cuda/mma.cuh"
-#include "gemm/epilogue.cuh"
 #include "gemm/launch.cuh"
 #include "grouped_ops.h"
 
@@ -62,13 +62,6 @@ struct GroupedTile {
         return 1024 + kBarrierBytes + std::max(stages * kStageBytes, kSumsBytes);
     }
 };
-
-__device__ __forceinline__ float activate_as(ActivationForm form, float x,
-                                             const ActivationConstants& c) {
-    if (form == ActivationForm::erf) return activate<ActivationForm::erf>(x, c);
-    if (form == ActivationForm::sigmoid) return activate<ActivationForm::sigmoid>(x, c);
-    return activate<ActivationForm::linear>(x, c);
-}
 
 // The sum, in the order of k, of what the CTAs of a cluster have at this place of their memory.
 __device__ __forceinline__ void sum_shared(const float* smem, int sharers, float (&sum)[4]) {
@@ -377,14 +370,6 @@ __global__ void __launch_bounds__(kGroupedThreads + 64, C::kCtas)
         arrive_in_cluster();
         wait_for_cluster();
     }
-}
-
-inline ActivationForm form_of(Activation activation) {
-    if (activation == Activation::gelu) return ActivationForm::erf;
-    if (activation == Activation::none || activation == Activation::relu) {
-        return ActivationForm::linear;
-    }
-    return ActivationForm::sigmoid;
 }
 
 // How a product is divided: CTAs that share k, and the stages of their rings.

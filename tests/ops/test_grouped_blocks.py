@@ -196,6 +196,7 @@ def check_products(w: GroupedBlocks, rows: list[int]) -> None:
         sums = x.double() @ w.restored.double().T + w.bias.double()
         activation = ACTIVATIONS[i % len(ACTIVATIONS)]
         residual = torch.randn(m, w.n, device=device).to(w.dtype) if i % 2 else None
+        torch.full((m, w.n), torch.nan, dtype=w.dtype, device=device)  # where results will lie
         got = w.matmul(x, activation=activation, residual=residual)
         exact = EXACT_ACTIVATIONS[activation](sums)
         exact = exact if residual is None else exact + residual.double()
@@ -253,10 +254,45 @@ def test_kernels_of_every_form(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tile", [128, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_tiles_of_every_form(
+    kind: tuple[int, str, int], tile: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rests of tiles and of blocks, an odd number of blocks, clusters with one CTA's outputs."""
+    monkeypatch.setattr(grouped_blocks, "_TILE", tile)
+    for n, k in ((64, 96), (16, 64), (208, 192), (448, 1088), (1024, 512)):
+        check_products(coded_weight(n, k, kind, dtype, device="cuda"), [65, 130, 300, 513])
+
+
+@pytest.mark.gpu
+def test_tiles_of_both_sizes(bits: int, dtype: torch.dtype) -> None:
+    """So many outputs that a last wave of large tiles would be of few."""
+    _, w = weight(28672, 64, bits, dtype, device="cuda")
+    check_products(w, [512, 768])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_of_every_form(kind: tuple[int, str, int], dtype: torch.dtype) -> None:
+    """Fewer steps than warps, an odd number of blocks, more strips than sums are kept of."""
+    for n, k in ((16, 32), (100, 192), (448, 1088), (40000, 64), (512, 14336)):
+        check_products(coded_weight(n, k, kind, dtype, device="cuda"), [1, 1])
+
+
+@pytest.mark.gpu
+def test_another_tile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, w = weight(64, 64, 4, torch.float16, device="cuda")
+    monkeypatch.setattr(grouped_blocks, "_TILE", 64)
+    with pytest.raises(ValueError, match="tiles have 128 or 256 tokens, got 64"):
+        w.matmul(torch.zeros(70, 64, dtype=torch.float16, device="cuda"))
+
+
+@pytest.mark.gpu
 def test_mates_and_what_lies_behind_change_no_row(bits: int, dtype: torch.dtype) -> None:
     """Rows of one step with the same tiles; rows that are not finite stay alone."""
     _, w = weight(384, 512, bits, dtype, device="cuda")
-    for m in (8, 16, 64, 128):
+    for m in (8, 16, 64, 128, 1500):
         x = torch.randn(m, w.k, device="cuda").to(dtype)
         got = w.matmul(x)
         x[1:] = torch.nan
