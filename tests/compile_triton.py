@@ -165,7 +165,7 @@ def launch_mixers(x: Tensor, ends: Tensor) -> None:
 
 
 def launch_delta_rules(head_dim: int, dtype: torch.dtype) -> None:
-    """Of few heads and of many, in chunks and of one token each."""
+    """Few heads and many, in chunks and of one token each."""
     ends, floats = torch.zeros(5, dtype=torch.int32), torch.empty(16)
     for heads in (8, 16):
         x = torch.empty(400, heads, head_dim, dtype=dtype)

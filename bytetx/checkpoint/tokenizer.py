@@ -82,7 +82,7 @@ def flatten_int_lists(lists: Sequence[list[int]], *, total: int) -> np.ndarray |
 
 @dataclass(frozen=True, slots=True)
 class TokenizerState:
-    """What a tokenizer of single texts is made of, beside the library's own; see Tokenizer."""
+    """The parts of a tokenizer of single texts, beside the library's own; see Tokenizer."""
 
     name: str
     max_tokens: int
@@ -216,7 +216,7 @@ class Tokenizer:
         return backend
 
     def state(self) -> TokenizerState | None:
-        """What another process reads the same ids with; None where code reads a part of them."""
+        """With it another process reads the same ids; None where code reads a part of them."""
         if self._python is not None or type(self) is not Tokenizer:
             return None
         return TokenizerState(

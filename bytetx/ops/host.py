@@ -1,4 +1,4 @@
-"""What the C library and the native core do with data on the host; needs no torch.
+"""Work of the C library and the native core with data on the host; needs no torch.
 
 The C library's heaps: how many there are, and when freed pages go back to the system.
 """

@@ -25,7 +25,7 @@ _MIN_DENSITY, _MAX_DENSITY = 1 / 16, 4.0  # so that no window is much larger tha
 
 
 class InputSizes(Protocol):
-    """What a reader asks of a ModelSpec."""
+    """The numbers of a ModelSpec that a reader asks for."""
 
     @property
     def vocab_size(self) -> int: ...

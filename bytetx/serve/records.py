@@ -31,7 +31,7 @@ class Finished(NamedTuple):
 
 
 class RecordKind(NamedTuple):
-    """What records have in common that are counted together; as of Finished.
+    """The fields that records have in common that are counted together; as of Finished.
 
     is_timed: whether they have timings.
     """

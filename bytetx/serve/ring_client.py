@@ -56,7 +56,7 @@ class ReaderSizes(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Kind:
+class _RingOptions:
     """Calls with the same options.
 
     number: as the engine knows it.  size: of a vector.  max_texts, max_tokens: of a call; one that
@@ -78,7 +78,7 @@ class RingCall:
     slots: of its texts, once they are read.  group: its number, 0 where it is small.
     """
 
-    kind: _Kind
+    kind: _RingOptions
     texts: Sequence[str]
     answer: "asyncio.Future[Outcome | None]"
     started: float
@@ -99,7 +99,7 @@ class RingClient:
         whose engine has ended."""
         self._path, self._ask, self._lost = path, ask, lost
         # None: calls with these options go by frames, or it is not known yet.
-        self._kinds: dict[Hashable, _Kind | None] = {}
+        self._kinds: dict[Hashable, _RingOptions | None] = {}
         self._rings: dict[str, _ClientRing] = {}
         self._learning = asyncio.Lock()
         self._tasks = set[asyncio.Task[None]]()
@@ -161,7 +161,7 @@ class RingClient:
             )
             if self._rings.get(call.model) is ring:
                 number, size = header["kind"], header["size"]
-                self._kinds[key] = _Kind(ring, number, size, reader, *header["limits"])
+                self._kinds[key] = _RingOptions(ring, number, size, reader, *header["limits"])
         except (ServeError, OSError) as error:
             self._kinds.pop(key, None)
             logger.debug("no ring for %s: %s", call.model, error)
@@ -252,7 +252,7 @@ class _ClientRing:
 
     def _send_turn(self) -> None:
         turn, self._turn = self._turn, []
-        by_kind: dict[_Kind, list[RingCall]] = {}
+        by_kind: dict[_RingOptions, list[RingCall]] = {}
         for call in turn:
             if not call.answer.done():
                 by_kind.setdefault(call.kind, []).append(call)
@@ -265,7 +265,9 @@ class _ClientRing:
                 task = self._loop.run_in_executor(self._thread, _read, kind.reader, calls)
                 task.add_done_callback(partial(self._on_read, kind, calls))
 
-    def _on_read(self, kind: _Kind, calls: list[RingCall], done: "asyncio.Future[Any]") -> None:
+    def _on_read(
+        self, kind: _RingOptions, calls: list[RingCall], done: "asyncio.Future[Any]"
+    ) -> None:
         self._reading.difference_update(calls)
         if not done.cancelled() and done.exception() is None:
             self._send(kind, calls, *done.result())
@@ -273,7 +275,7 @@ class _ClientRing:
             _leave_to_frames(calls)
 
     def _send(
-        self, kind: _Kind, calls: list[RingCall], requests: Requests | None, errors: Errors
+        self, kind: _RingOptions, calls: list[RingCall], requests: Requests | None, errors: Errors
     ) -> None:
         """Gives the calls slots, and tells the engine."""
         if self._is_closed:
@@ -316,7 +318,7 @@ class _ClientRing:
         self._write(kind, requests, slots, groups)
 
     def _write(
-        self, kind: _Kind, requests: Requests, slots: np.ndarray, groups: np.ndarray
+        self, kind: _RingOptions, requests: Requests, slots: np.ndarray, groups: np.ndarray
     ) -> None:
         """Writes texts into their slots; those without one are passed over."""
         is_sent = slots >= 0
@@ -395,7 +397,7 @@ def _read(reader: InputReader, calls: Sequence[RingCall]) -> tuple[Requests | No
     texts = dict(enumerate(text for call in calls for text in call.texts))
     try:
         return reader.read_texts(texts, errors), errors
-    except Exception:  # of the tokenizer: the engine, which has the same one, says what it is
+    except Exception:  # the engine, which has the same tokenizer, says what it is
         return None, errors
 
 

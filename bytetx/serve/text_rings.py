@@ -27,13 +27,13 @@ from bytetx.tasks.embed import EmbedTask
 logger = logging.getLogger("bytetx.serve")
 
 NUM_SLOTS = 2048  # texts of a front-end that a model may have at a time; more go by frames
-MAX_TOKENS = 512  # of a text in a ring; a longer one has so much to compute that frames do
+MAX_TOKENS = 512  # a longer text has so much to compute that frames do
 _NOBODY: Any = None  # the receiver of a call that is being made
 _MAX_KINDS = 256  # different options of `embed` that rings know for each model
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _RingTask:
     """Options of `embed`.  size: numbers of a vector."""
 
     task: Task[Any]
@@ -41,7 +41,7 @@ class _Kind:
 
 
 @dataclass(eq=False, slots=True)
-class _RingCall:
+class _TakenCall:
     """Texts that came together, as the receiver of their results.
 
     rings: whose texts they are.  indices: int64 [num_texts], slots of the first ring; those of the
@@ -101,7 +101,7 @@ class _Ring:
         self.done: list[tuple[np.ndarray, OpenCall]] = []
         self.is_lost = False
 
-    def put(self, slots: np.ndarray, rows: np.ndarray | Sequence[Any], call: _RingCall) -> None:
+    def put(self, slots: np.ndarray, rows: np.ndarray | Sequence[Any], call: _TakenCall) -> None:
         """Writes the vectors of texts of a call."""
         vectors = self.memory.vectors
         if call.size == vectors.shape[1]:
@@ -110,7 +110,7 @@ class _Ring:
             vectors[slots, : call.size] = rows
         self.note(slots, call)
 
-    def note(self, slots: np.ndarray, call: _RingCall) -> None:
+    def note(self, slots: np.ndarray, call: _TakenCall) -> None:
         """These texts have what they will have."""
         self.is_open[slots] = False
         self.done.append((slots, call.call))
@@ -154,16 +154,16 @@ class TextRings:
 
     def __init__(self, engine: EncodeEngine, *, sizes: RingSizes):
         self.engine, self.sizes = engine, sizes
-        self._kinds: list[_Kind] = []
+        self._kinds: list[_RingTask] = []
         self._rings: list[_Ring] = []
         self._new = deque[_Ring]()  # that the engine's thread has not seen
-        self._calls: list[_RingCall] = []
+        self._calls: list[_TakenCall] = []
         self._has_waited = self._has_ended = False
         engine.add_source(self)
 
     def add_kind(self, task: Task[Any], size: int) -> int | None:
         """A number for calls with these options; None where there are too many."""
-        kind = _Kind(task, size)
+        kind = _RingTask(task, size)
         if kind in self._kinds:
             return self._kinds.index(kind)
         if len(self._kinds) == _MAX_KINDS:
@@ -266,7 +266,7 @@ class TextRings:
         is_known = 0 <= kind_number < len(self._kinds)
         kind = self._kinds[kind_number if is_known else 0]
         call = OpenCall(kind.task, _NOBODY, keeps_errors=True, num_calls=1 if group else num_texts)
-        texts = _RingCall(rings, kind.size, requests.indices, group, call, num_texts)
+        texts = _TakenCall(rings, kind.size, requests.indices, group, call, num_texts)
         call.receiver = texts
         try:
             if not is_known:
@@ -353,7 +353,7 @@ class RingModels:
             sizes = RingSizes(NUM_SLOTS, most, width)
             rings = self._rings[name] = TextRings(engine, sizes=sizes)
         is_own = rings.engine is engine and tokenizer is served.model.model.tokenizer
-        if not is_own or task.size > rings.sizes.width:  # of a route that has its own
+        if not is_own or task.size > rings.sizes.width:  # a route has another tokenizer or size
             return nothing
         number = rings.add_kind(task, task.size)
         if number is None:

@@ -16,19 +16,19 @@ namespace bytetx::cpu {
 
 // One text. A front-end sets all but the seconds before it submits the slot.
 struct SlotFacts {
-    int32_t kind;           // of the call's options, as the engine numbers them
+    int32_t kind;           // the engine's number of the call's options
     int32_t group;          // 0: of a small call; else a number that the texts of a call share
     int32_t seqlen;         // tokens
     int32_t prompt_tokens;  // at the start
     int32_t is_truncated;
-    int32_t state;        // of the result: 0 is a vector, 1 none
+    int32_t state;        // 0: the result is a vector, 1: there is none
     float queue_seconds;  // the mean of the text's step
     float compute_seconds;
 };
 
 struct TextRingSizes {
     int64_t num_slots;
-    int64_t max_tokens;  // of a text
+    int64_t max_tokens;  // in a text
     int64_t width;       // numbers of the longest vector
 
     // A slot can be submitted and cancelled before the engine has read either.
@@ -43,7 +43,7 @@ struct TextRingSizes {
     static constexpr int64_t kHeaderBytes = 256;
 };
 
-// What stands at the front. Each counter has a cache line of its own, which one process writes.
+// The front of the memory. Each counter has a cache line of its own, which one process writes.
 struct TextRingHeader {
     alignas(64) std::atomic<int64_t> num_submitted;
     alignas(64) std::atomic<int64_t> num_done;
@@ -58,7 +58,7 @@ class TextRing {
     // memory: of num_bytes() zeros at first.
     TextRing(uint8_t* memory, const TextRingSizes& sizes);
 
-    // Of the front-end.
+    // For the front-end.
 
     // Publishes slots; of a number below 0, ~number is a slot whose group is cancelled. There are
     // at most num_entries() that the engine has not taken. Returns whether the engine waits and is
@@ -69,7 +69,7 @@ class TextRing {
     // Copies so many of them.
     void take_done(int32_t* slots, int64_t count);
 
-    // Of the engine's process.
+    // For the engine's process.
 
     bool has_entries() const;
     // Says that the engine waits. False where entries have come meanwhile, and it must not.

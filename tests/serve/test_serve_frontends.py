@@ -211,7 +211,7 @@ def test_a_storm_with_clients_that_leave(
 def test_a_process_that_is_killed_in_a_storm(
     split_server: Server, vectors: dict[str, np.ndarray], victim: str
 ) -> None:
-    """What is answered is answered right, the rest is 503 or a closed connection; then all is as
+    """Every answer is right, the rest is 503 or a closed connection; then all is as
     before."""
 
     async def main() -> list[tuple[list[str], httpx.Response | None]]:

@@ -413,7 +413,7 @@ def test_a_full_queue_is_429(checkpoints: dict[str, Path], tmp_path: Path) -> No
 
 
 def test_the_way_of_a_ring_is_short(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Of both processes, from a front-end's call to its outcome."""
+    """In both processes, from a front-end's call to its outcome."""
     settings = ServeSettings(model_sources([f"embedder={checkpoints['embedder']}"]), device="cpu")
     app = InProcess(settings, load_models(settings))
     loop = asyncio.new_event_loop()

@@ -24,7 +24,7 @@ _EPS = 1e-6  # beside the square of a key's or query's length
 # Features of a head's values in a program: of a step, and of the scan.
 _STEP_COLUMNS, _COLUMNS, _LEAST_COLUMNS = 32, 64, 32
 _NORM_ELEMENTS = 2048
-_LEAST_SIDE = 16  # of an operand of a product
+_LEAST_SIDE = 16  # the shortest side of a product's operand
 
 
 @triton.jit
