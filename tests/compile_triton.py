@@ -24,7 +24,6 @@ from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.triton_kernels import (
     attention,
     convolution,
-    delta_rule,
     disentangled,
     gemm,
     grouped,
@@ -41,7 +40,7 @@ from bytetx.ops.triton_kernels import (
 )
 
 MODULES = (
-    *(attention, convolution, delta_rule, disentangled, gemm, grouped, kv_codes, late_interaction),
+    *(attention, convolution, disentangled, gemm, grouped, kv_codes, late_interaction),
     *(low_rank, norms),
     *(padding, paged, rows, sampling, sequences),
 )
@@ -164,23 +163,6 @@ def launch_mixers(x: Tensor, ends: Tensor) -> None:
         )
 
 
-def launch_delta_rules(head_dim: int, dtype: torch.dtype) -> None:
-    """Few heads and many, in chunks and of one token each."""
-    ends, floats = torch.zeros(5, dtype=torch.int32), torch.empty(16)
-    for heads in (8, 16):
-        x = torch.empty(400, heads, head_dim, dtype=dtype)
-        memory = torch.empty(9, heads, head_dim, head_dim)
-        gates = (x[:, :, 0].contiguous(), x[:, :, 0].contiguous(), floats[:heads], floats[:heads])
-        for tokens in (400, 4):
-            one = x[:tokens]
-            triton_kernels.gated_delta_rule(
-                one[:, ::2].contiguous(), one[:, ::2].contiguous(), one,
-                *(gate[:tokens] for gate in gates[:2]), *gates[2:], ends,
-                has_one_token=tokens == 4, past=(memory, ends[:4], ends[:4]),
-            )  # fmt: skip
-    triton_kernels.gated_norm(x, x.flatten(1), x[0, 0], 1e-6)
-
-
 def launch_low_rank(x: Tensor, total: int, width: int) -> None:
     """Adapters of few rows and of many, of ranks that one kernel holds and that two take."""
     bounds = np.array([0, 1, total - 1, total])
@@ -255,7 +237,6 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         q[:32, 0].contiguous(), k[:, 0].contiguous(), ends, empty_score=0.0
     )
     launch_mixers(x, ends)
-    launch_delta_rules(head_dim, dtype)
     floats, longs = torch.empty(total), torch.empty(total, dtype=torch.int64)
     limits = {"top_k": longs, "top_p": floats, "min_p": floats}
     triton_kernels.sample(x, floats, **limits, numbers=floats.double())
@@ -276,10 +257,9 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
 
 
 def main(capability: int, sizes: list[str]) -> None:
-    for module in (gemm, delta_rule, grouped, paged, late_interaction):
+    for module in (gemm, grouped, paged, late_interaction):
         module.num_multiprocessors = lambda device: 132
-    for module in (gemm, delta_rule):
-        module.has_tensor_descriptors = partial(has_tensor_descriptors, capability)
+    gemm.has_tensor_descriptors = partial(has_tensor_descriptors, capability)
     low_rank.launches_early = lambda device: capability >= 90
     for module in MODULES:
         module.launch = Compiler(capability)

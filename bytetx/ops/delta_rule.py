@@ -7,13 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bytetx.ops import triton_backend
 from bytetx.ops.check import require_tensor
 from bytetx.ops.registry import Operation
 
 CHUNK = 64
 _EPS = 1e-6
-_MAX_DIM = 128  # features of a head of q, k or v that a program of Triton's holds
 
 # Shape class: dtype, k_dim, v_dim.
 DELTA_RULE = Operation("gated_delta_rule")
@@ -72,7 +70,7 @@ def gated_delta_rule(
     the root of k_dim.  v: [total_tokens, num_v_heads, v_dim]; as many heads of it share one of k.
     Tokens have any stride, their features none.  cu_seqlens: int32 [batch_size + 1].
     seqlens: int32 [batch_size], on the host; read where has_delta_kernel is False.
-    max_seqlen: no sequence is longer; of 1, a step with a past takes a kernel of its own.
+    max_seqlen: no sequence is longer; of 1, each has one token at most.
     past: where sequences continue; its memory becomes that behind this step's tokens.
     Returns [total_tokens, num_v_heads, v_dim] in v's dtype, zeros behind the last sequence.
     Raises ValueError on shape, dtype or device mismatch.
@@ -123,36 +121,6 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise ValueError("x must be contiguous, and gate have rows of adjacent features")
     normed: Tensor = GATED_NORM.choose(device, dtype, width).run(x, gate, weight, eps)
     return normed
-
-
-def _is_held(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int) -> bool:
-    return max(k_dim, v_dim) <= _MAX_DIM
-
-
-@DELTA_RULE.triton_kernel(beside="", takes=_is_held)
-def _run_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: DeltaGates,
-    cu_seqlens: Tensor,
-    seqlens: Tensor,
-    max_seqlen: int,
-    past: DeltaPast | None,
-) -> Tensor:
-    mixed: Tensor = triton_backend.kernels(v.device).gated_delta_rule(
-        q,
-        k,
-        v,
-        gates.decay,
-        gates.beta,
-        gates.rates,
-        gates.decay_bias,
-        cu_seqlens,
-        has_one_token=max_seqlen == 1,
-        past=() if past is None else (past.memory, past.slots, past.kv_seqlens),
-    )
-    return mixed
 
 
 @DELTA_RULE.in_torch()
@@ -249,12 +217,6 @@ def _memory(
     lengths = torch.from_numpy(seqlens[order]).to(zeros.device)
     starts = past.kv_seqlens[at] <= lengths
     return past.memory[past.slots[at]].masked_fill_(starts[:, None, None, None], 0)
-
-
-@GATED_NORM.triton_kernel(beside="", takes=triton_backend.holds_rows)
-def _norm_in_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    normed: Tensor = triton_backend.kernels(x.device).gated_norm(x, gate, weight, eps)
-    return normed
 
 
 @GATED_NORM.in_torch()
