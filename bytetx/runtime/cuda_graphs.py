@@ -193,8 +193,8 @@ class GraphCache:
     def _captured_by(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Captures what is launched inside; other threads may allocate and wait meanwhile."""
         with OnStream(self._stream), _no_garbage_collection():
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     yield
                 finally:
