@@ -87,7 +87,7 @@ ROUTES: Mapping[tuple[str, str], Route] = dict(
         _post("/predict_tokens", routes_tei.predict_tokens, schemas.PredictTokensRequest),
         _post("/extract", routes_tei.extract, schemas_extract.ExtractRequest),
         _post("/fill_schema", routes_tei.fill_schema, schemas_extract.FillSchemaRequest),
-        _post("/rerank", routes_tei.rerank, schemas.RerankRequest),
+        _post("/rerank", routes_openai.rerank, schemas.RerankRequest),
         _post("/similarity", routes_tei.similarity, schemas.SimilarityRequest),
         _post("/tokenize", routes_tei.tokenize, schemas.TokenizeRequest),
         _post("/tasks", routes_tasks.tasks, schemas.TaskRequest),

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
+from bytetx.serve import routes_tei
 from bytetx.serve.answers import (
     check_batch,
     check_characters,
@@ -23,7 +24,7 @@ from bytetx.serve.routes_tei import (
     prompt_options,
     truncates,
 )
-from bytetx.serve.schemas import OpenAIRerankRequest
+from bytetx.serve.schemas import OpenAIRerankRequest, RerankRequest
 from bytetx.serve.schemas_pooling import EmbeddingsRequest
 from bytetx.serve.site import need_task
 from bytetx.serve.vector_types import as_base64, as_type
@@ -103,6 +104,29 @@ async def _embed_spans(
     return await run(exchange, facts, "embed_spans", [texts, spans], **options)
 
 
+async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
+    """The texts by how well they answer the query, best first; of documents as /v1/rerank."""
+    if body.documents is None:
+        if body.top_n is not None or body.return_documents is not None:
+            raise ServeError("validation", "top_n and return_documents go with documents")
+        return await routes_tei.rerank(body, exchange)
+    if body.texts is not None or body.return_text:
+        raise ServeError("validation", "give texts or documents, and not both", param="documents")
+    given = OpenAIRerankRequest(
+        query=body.query,
+        documents=body.documents,
+        model=body.model,
+        top_n=body.top_n,
+        return_documents=bool(body.return_documents),
+        raw_scores=body.raw_scores,
+        instruction=body.instruction,
+        truncate=body.truncate,
+        truncate_prompt_tokens=None,
+        truncation_side="left" if body.cuts_left else None,
+    )
+    return await _rerank(given, exchange)
+
+
 async def rerank_v1(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
     """The documents by how well they answer the query, best first."""
     return await _rerank(body, exchange)
@@ -142,7 +166,7 @@ async def _rerank(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
         "results": results,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         "meta": {
-            "api_version": {"version": exchange.scope["path"].split("/")[-2].lstrip("v")},
+            "api_version": {"version": "2" if exchange.route == "/v2/rerank" else "1"},
             "billed_units": {"search_units": 1},
         },
     }

@@ -181,22 +181,24 @@ def _entity(entity: dict[str, Any], *, is_token: bool) -> dict[str, Any]:
 
 async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
     """The texts by how well they answer the query, best first."""
-    facts = _model(exchange, body.model, "rerank")
-    check_batch(exchange, body.texts, field="texts")
-    characters = count_read_characters(body.texts, (body.query, body.instruction))
+    facts, texts = _model(exchange, body.model, "rerank"), body.texts
+    if texts is None:
+        raise ServeError("validation", "the field texts is missing", param="texts")
+    check_batch(exchange, texts, field="texts")
+    characters = count_read_characters(texts, (body.query, body.instruction))
     check_characters(exchange, characters, field="texts")
     outcome = await run(
         exchange,
         facts,
         "rerank",
-        [body.query, body.texts],
+        [body.query, texts],
         raw_scores=body.raw_scores,
         instruction=body.instruction,
         truncate=truncates(exchange, body.truncate),
         **left_option(body.cuts_left),
     )
     content = [
-        {"index": index, "score": score} | ({"text": body.texts[index]} if body.return_text else {})
+        {"index": index, "score": score} | ({"text": texts[index]} if body.return_text else {})
         for index, score in outcome.rows
     ]
     return json_answer(exchange, content, num_characters=characters)

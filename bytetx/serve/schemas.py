@@ -441,9 +441,14 @@ class PredictTokensRequest(_TeiRequest):
 
 class RerankRequest(_TeiRequest):
     query: str
-    texts: ListOf[str]
+    texts: ListOf[str] | None = None
     raw_scores: OrNull[bool] = False
     return_text: OrNull[bool] = False
+    documents: Documents | None = Field(
+        None, description="Jina's and vLLM's, in place of texts: the answer is /v1/rerank's."
+    )
+    top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="Goes with documents.")
+    return_documents: bool | None = Field(None, description="Goes with documents.")
     instruction: str | None = Field(
         None, description="Not TEI's: what a causal reranker or a chat model is told."
     )

@@ -82,7 +82,10 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
         {"texts": ["a"], "schema": {"entities": [text]}, "model": "schemas"},
         {"texts": ["a"] * 32, "schema": {"entities": _split(text)}, "model": "schemas"},
     ],
-    "/rerank": _pairs("texts", model="reranker"),
+    "/rerank": lambda text: [
+        *_pairs("texts", model="reranker")(text),
+        *_pairs("documents", model="reranker")(text),
+    ],
     "/v1/embed": _one_and_many("texts"),
     "/v2/embed": _one_and_many("texts", embedding_types=["float", "int8", "binary"]),
     "/score": _scores("embedder", "reranker"),

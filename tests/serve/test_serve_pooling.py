@@ -335,3 +335,31 @@ def test_classes_of_one_name(tmp_path: Path) -> None:
     batch = tokenizer(TEXTS, return_tensors="pt", padding=True)
     logits = theirs(**batch).logits.detach().numpy()
     np.testing.assert_allclose(right, softmax(logits), atol=1e-5)
+
+
+@pytest.mark.feature("Server", "routes of Jina: documents on /rerank")
+def test_rerank_of_documents(in_process: InProcess) -> None:
+    """/rerank takes the body of Jina and vLLM, and answers as /v1/rerank does."""
+    body = {
+        "query": "fox",
+        "documents": ["the dog", {"text": "the fox"}, "a"],
+        "model": "reranker",
+        "top_n": 2,
+        "return_documents": True,
+    }
+    found = in_process.post("/rerank", body).json()
+    wanted = in_process.post("/v1/rerank", body).json()
+    assert found["results"] == wanted["results"] and len(found["results"]) == 2
+    assert found.keys() == wanted.keys() and found["usage"] == wanted["usage"]
+    texts = {"query": "fox", "texts": ["the dog", "the fox", "a"], "model": "reranker"}
+    rows = in_process.post("/rerank", texts).json()
+    assert [row["index"] for row in rows[:2]] == [row["index"] for row in found["results"]]
+    for wrong, said in (
+        (body | {"texts": ["a"]}, "not both"),
+        (texts | {"top_n": 1}, "go with documents"),
+        ({"query": "fox", "model": "reranker"}, "texts"),
+        (body | {"documents": []}, "must not be empty"),
+        (body | {"documents": [7]}, "documents"),
+    ):
+        answer = in_process.post("/rerank", wrong)
+        assert 400 <= answer.status_code < 500 and said in answer.text
