@@ -25,6 +25,8 @@ _RUN = (
     "from bytetx.generate.grammar_check import main; main()"
 )
 MAX_LEXER_STATES = 50_000  # 1 to 2 kB each
+# Else, where one text alone can follow, only the tokens of which a tokenizer makes it are allowed.
+_NO_FORCING = '%llguidance {"no_forcing": true}'
 
 
 class GrammarSource(NamedTuple):
@@ -108,14 +110,15 @@ def _grammar(source: GrammarSource) -> str:
     elif source.kind == "regex":
         body = {"lark_grammar": f"start: /{regex_to_lark(source.text, use_ascii='d')}/"}
     elif source.kind == "choice":
-        choices = (json.dumps(text, ensure_ascii=False) for text in json.loads(source.text))
+        # Lark takes no other control character as it is.
+        texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(source.text))
+        choices = (text.replace("\x7f", r"\u007f") for text in texts)
         body = {"lark_grammar": f"start: {' | '.join(choices)}"}
     else:
         body = {"lark_grammar": any_to_lark(source.text)}
-    if source.begin is None:
-        return json.dumps({"grammars": [body]})
-    begin = {"lark_grammar": f"start: begin @body\n{source.begin}"}
-    return json.dumps({"grammars": [begin, {"name": "body"} | body]})
+    rule = "start: @body" if source.begin is None else f"start: begin @body\n{source.begin}"
+    first = {"lark_grammar": f"{_NO_FORCING}\n{rule}"}
+    return json.dumps({"grammars": [first, {"name": "body"} | body]})
 
 
 def _too_much(seconds: float) -> InputError:

@@ -70,7 +70,7 @@ class Guide:
 
     def error(self) -> InputError | None:
         """Why nothing can be said about what follows, as where a limit was met."""
-        if not self._matcher.is_error():
+        if not self._matcher.is_error() or _is_stuck(self._matcher):
             return None
         reason = self._matcher.get_error().partition("\n")[0]
         return InputError(f"structured_outputs cannot be followed any further: {reason}")
@@ -136,7 +136,8 @@ class GrammarCompiler:
             return InputError(f"{name}: {matcher.get_error()}")
         matcher.compute_bitmask()  # before it, nothing is accepted
         if matcher.is_stopped() or (source.kind == "json" and matcher.is_accepting()):
-            return InputError(f"{name}: no text but the empty one has this form")
+            more = "" if self._has_all_bytes else ", or the tokenizer lacks its characters"
+            return InputError(f"{name}: no text but the empty one has this form{more}")
         return Guide(matcher, has_all_bytes=self._has_all_bytes)
 
     def _made_tokenizer(self) -> LLTokenizer:
@@ -162,18 +163,16 @@ def made_guide(made: Guide | InputError) -> Guide:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance reads it. Only fast-forward tokens, unused here, would encode."""
+    """A tokenizer as llguidance reads it. Only forced text, which grammars forbid, would encode."""
 
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[bytes], special: Iterable[int]):
         self.tokens, self.special_token_ids = tokens, sorted(special)
         self.eos_token_id = self.special_token_ids[0]
-        self._byte_ids = {token: i for i, token in enumerate(tokens) if len(token) == 1}
 
     def __call__(self, text: bytes) -> list[int]:
-        bytes_each = (bytes([byte]) for byte in text)
-        return [self._byte_ids[byte] for byte in bytes_each if byte in self._byte_ids]
+        return []
 
 
 class GuidedRow(NamedTuple):
@@ -220,8 +219,8 @@ class TokenMasks:
             )
         number = 0
         for row in rows:
-            if not row.guide.has_all_bytes and not row.draft:
-                _keep_fitting(row.guide.matcher, masks[number])
+            if _is_stuck(row.guide.matcher):
+                masks[number] = 0
             for forbidden in row.forbidden:
                 _forbid(masks[number], forbidden)
                 number += 1
@@ -238,25 +237,24 @@ class TokenMasks:
 def _fill_drafted(row: GuidedRow, masks: np.ndarray) -> None:
     """Fills the masks behind each token of a draft; the matcher is left as it was."""
     matcher, num_taken = row.guide.matcher, 0
+    if not row.guide.has_all_bytes:
+        matcher = matcher.deep_copy()  # where nothing fits, it could not go back
     for number in range(len(masks)):
+        if matcher.is_error():
+            return
         matcher.unsafe_compute_mask_ptr(masks[number].ctypes.data, masks[number].nbytes)
-        if not row.guide.has_all_bytes:
-            _keep_fitting(matcher, masks[number])
+        if _is_stuck(matcher):
+            masks[number] = 0
+            return
         if number == len(row.draft) or not matcher.try_consume_tokens([row.draft[number]]):
             break
         num_taken += 1
     matcher.rollback(num_taken)
 
 
-def _keep_fitting(matcher: LLMatcher, mask: np.ndarray) -> None:
-    """Clears the one token that llguidance allows where none of the vocabulary fits."""
-    words = np.flatnonzero(mask)
-    if len(words) != 1 or matcher.is_accepting():  # then an end-of-text token fits
-        return
-    word = int(mask.view(np.uint32)[words[0]])
-    token = int(words[0]) * _WORD_BITS + word.bit_length() - 1
-    if word & (word - 1) == 0 and not matcher.validate_tokens([token]):
-        mask[:] = 0
+def _is_stuck(matcher: LLMatcher) -> bool:
+    """Whether the form is not complete, and no token fits: the vocabulary lacks its characters."""
+    return matcher.is_error() and matcher.get_error().startswith("NoExtensionBias")
 
 
 def _forbid(mask: np.ndarray, token_ids: Iterable[int]) -> None:

@@ -374,6 +374,47 @@ def test_a_vocabulary_without_the_characters_is_an_error(num_speculative_tokens:
     assert last.finish_reason == "error" and "structured_outputs left none" in str(last.error)
 
 
+def _first_tokens(tokens: list[bytes], wanted: StructuredOutputsParams, before: str) -> set[bytes]:
+    """The tokens that may follow.  before: each character is a token.  tokens: the last ends."""
+    end = len(tokens) - 1
+    guide = GrammarCompiler(lambda: (tokens, [end]), eos_token_ids=[end]).compile(wanted).result()
+    assert isinstance(guide, guidance.Guide), guide
+    guide.take([tokens.index(letter.encode()) for letter in before])
+    mask = TokenMasks(len(tokens)).fill([GuidedRow(guide, [], [()])])[0]
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return {tokens[place] for place in np.flatnonzero(bits[: len(tokens)])}
+
+
+@pytest.mark.parametrize("has_all_bytes", [True, False])
+def test_any_tokens_may_spell_the_only_text_that_fits(has_all_bytes: bool) -> None:
+    """A model writes "name" with the tokens that it learnt, and characters without their bytes."""
+    single = [bytes([byte]) for byte in range(256 if has_all_bytes else 128)]
+    tokens = [*single, b'"na', b"na", b"name", "\u00e9".encode(), "\u00fc".encode(), b"</s>"]
+    wanted = form(json=PERSON, disable_any_whitespace=True)
+    assert _first_tokens(tokens, wanted, "{") == {b'"', b'"na'}
+    assert _first_tokens(tokens, wanted, '{"') == {b"n", b"na", b"name"}
+    assert _first_tokens(tokens, form(choice=["name"]), "") == {b"n", b"na", b"name"}
+    both = {"\u00e9".encode(), "\u00fc".encode()}
+    found = _first_tokens(tokens, form(regex="a(\u00e9|\u00fc)[0-9]{2}"), "a")
+    assert found == (both | {b"\xc3"} if has_all_bytes else both)
+    found = _first_tokens(tokens, form(regex="[ab]\u00e9[0-9]{2}"), "a")
+    assert found - {b"\xc3"} == {"\u00e9".encode()}
+
+
+def test_a_draft_that_leads_nowhere_leaves_the_guide_as_it_was() -> None:
+    """Behind one choice no token fits, for the vocabulary lacks its characters."""
+    guide = compiler().compile(form(choice=["a \u00e9", "bb"])).result()
+    assert isinstance(guide, guidance.Guide)
+    a, b = ord("a") - ord("!"), ord("b") - ord("!")
+    masks = TokenMasks(VOCAB_SIZE)
+    alone = masks.fill([GuidedRow(guide, [], [()])])
+    found = masks.fill([GuidedRow(guide, [a, b], [(), (), ()])])
+    assert np.array_equal(found[:1], alone) and not found[1].any()
+    guide.take([b, b])
+    assert guide.error() is None
+    assert masks.fill([GuidedRow(guide, [], [()])])[0].any()
+
+
 # Schemas of bounded answers, so that a random model comes to an end.
 LEAVES = st.one_of(
     st.just({"type": "boolean"}),
@@ -478,6 +519,6 @@ def test_the_checking_process_starts_by_itself() -> None:
     """It has no path to packages but those of bytetx and llguidance."""
     started = time.perf_counter()
     grammar = check_grammar(GrammarSource("json", "true", " ?", None))
-    assert json.loads(grammar)["grammars"][0]["json_schema"]["x-guidance"]
+    assert json.loads(grammar)["grammars"][1]["json_schema"]["x-guidance"]
     assert time.perf_counter() - started < grammar_check._START_SECONDS
     assert Path(grammar_check.__file__).is_file()
