@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import orjson
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_tools import protoc
@@ -173,16 +173,16 @@ class GrpcServer:
         for name, method in methods.items():
             for rpc in filter(described.__contains__, (name, f"{name}Stream")):
                 types = described[rpc]
+                request = message_factory.GetMessageClass(types.input_type)
                 response = message_factory.GetMessageClass(types.output_type)
-                call = _RpcCalls(self._app, method, response)
+                call = _RpcCalls(self._app, method, request, response)
                 make, run = grpc.unary_unary_rpc_method_handler, call.one
                 if rpc != name:
                     make = grpc.stream_stream_rpc_method_handler
                     run = call.each  # type: ignore[assignment]
                     if method.gathers:
                         make, run = grpc.stream_unary_rpc_method_handler, call.gathered  # type: ignore[assignment]
-                request = message_factory.GetMessageClass(types.input_type)
-                found.append((rpc, make(run, request.FromString, response.SerializeToString)))
+                found.append((rpc, make(run, None, response.SerializeToString)))
         return found
 
 
@@ -213,20 +213,21 @@ class _RpcError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _RpcCalls:
-    """Calls of one method."""
+    """Calls of one method. Requests are bytes, so that wrong ones have an error like others."""
 
     app: ASGIApp
     method: _Rpc
+    request: type[Message]
     response: type[Message]
 
-    async def one(self, request: Message, context: Context) -> Message:
+    async def one(self, request: bytes, context: Context) -> Message:
         try:
-            return await self._answer(_fields(request), context)
+            return await self._answer(self._fields(request), context)
         except _RpcError as error:
             await _abort(context, error)
 
     async def each(
-        self, requests: AsyncIterator[Message], context: Context
+        self, requests: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[Message]:
         """The answers in the order of the requests, of which some run at a time.
 
@@ -264,21 +265,31 @@ class _RpcCalls:
                 task.cancel()
             await asyncio.gather(reading, *running, return_exceptions=True)
 
-    async def gathered(self, requests: AsyncIterator[Message], context: Context) -> Message:
-        """One answer to the texts of all requests."""
-        first: Body | None = None
-        texts: list[str] = []
-        async for request in requests:
-            given = _fields(request)
-            texts.append(given.pop("text"))
-            first = given if first is None else first
+    async def gathered(self, requests: AsyncIterator[bytes], context: Context) -> Message:
+        """One answer to the texts of all requests, which are one body: limits are those of HTTP."""
+
+        async def parts() -> AsyncIterator[bytes]:
+            begin = b""
+            async for request in requests:
+                given = self._fields(request)
+                text = orjson.dumps(given.pop("text"))
+                if not begin:
+                    begin = _begin_of(given)
+                    yield begin + text
+                else:
+                    yield b"," + text
+            yield b"]}" if begin else _begin_of({"query": ""}) + b"]}"
+
+        def _begin_of(given: Body) -> bytes:
+            return orjson.dumps(self._body(given, context))[:-1] + b',"texts":['
+
         try:
-            return await self._answer({**(first or {"query": ""}), "texts": texts}, context)
+            return await self._finish(self.method.path, parts(), context)
         except _RpcError as error:
             await _abort(context, error)
 
-    async def _patient(self, request: Message, context: Context) -> Message:
-        fields = _fields(request)
+    async def _patient(self, request: bytes, context: Context) -> Message:
+        fields = self._fields(request)
         for seconds in itertools.chain(_RETRIES_S, itertools.repeat(_RETRIES_S[-1])):
             try:
                 return await self._answer(fields, context)
@@ -288,15 +299,31 @@ class _RpcCalls:
             await asyncio.sleep(seconds)
         raise AssertionError  # it repeats
 
+    def _fields(self, request: bytes) -> Body:
+        """Raises _RpcError for bytes that are no message."""
+        try:
+            return _fields(self.request.FromString(request))
+        except DecodeError as error:
+            raise _RpcError(400, f"the message cannot be read: {error}") from None
+
+    def _body(self, fields: Body, context: Context) -> Body:
+        """With the model that the metadata name."""
+        model = _metadata(context).get("model")
+        return fields if model is None else fields | {"model": model}
+
     async def _answer(self, fields: Body, context: Context) -> Message:
-        metadata = dict(context.invocation_metadata() or ())
-        path, make = self.method.path, self.method.body
-        body = None if make is None else make(fields)
-        if "model" in metadata:
-            if body is None:
-                path = f"/models/{metadata['model']!s}{path}"
-            else:
-                body["model"] = metadata["model"]
+        path, make, model = self.method.path, self.method.body, _metadata(context).get("model")
+        if make is not None:
+            content = orjson.dumps(self._body(make(fields), context))
+            return await self._finish(path, content, context)
+        named = path if model is None else f"/models/{model}{path}"
+        return await self._finish(named, None, context)
+
+    async def _finish(
+        self, path: str, content: bytes | AsyncIterator[bytes] | None, context: Context
+    ) -> Message:
+        """content: of a body; None is a GET."""
+        metadata = _metadata(context)
         key = metadata.get("authorization")
         headers = [] if key is None else [(b"authorization", str(key).encode())]
         headers += [
@@ -304,10 +331,10 @@ class _RpcCalls:
             for name in ("traceparent", "tracestate", "x-request-id")
             if name in metadata
         ]
-        status, given, content = await _ask(self.app, path, body, headers)
+        status, given, answer = await _ask(self.app, path, content, headers)
         if status != 200:
-            raise _RpcError(status, _message(content))
-        found = self.method.answer(orjson.loads(content))
+            raise _RpcError(status, _message(answer))
+        found = self.method.answer(orjson.loads(answer))
         known = self.response.DESCRIPTOR.fields_by_name
         if "metadata" in known and b"x-compute-tokens" in given:
             counts = {name: int(given[header]) for name, header in _COUNTS.items()}
@@ -315,6 +342,10 @@ class _RpcCalls:
             found["metadata"] = counts | times
         fitting = {name: value for name, value in found.items() if name in known}
         return self.response(**{name: _plain(value) for name, value in fitting.items()})
+
+
+def _metadata(context: Context) -> dict[str, Any]:
+    return dict(context.invocation_metadata() or ())
 
 
 def _plain(value: Any) -> Any:
@@ -334,7 +365,7 @@ def _message(content: bytes) -> str:
 
 
 def _fields(request: Message) -> Body:
-    """The request as the body of TEI's route: what is optional and left out is not there."""
+    """The message as the body of TEI's route: what is optional and left out is not there."""
     found: Body = {}
     for one in request.DESCRIPTOR.fields:
         if one.has_presence and not request.HasField(one.name):
@@ -365,42 +396,76 @@ class _HttpReply:
             self.parts.append(bytes(message.get("body", b"")))
 
 
+_LEFT: AsgiMessage = {"type": "http.disconnect"}
+
+
+async def _feed(messages: asyncio.Queue[AsgiMessage], parts: AsyncIterator[bytes]) -> None:
+    """Gives the application a body as it comes; where that fails, its client has left."""
+    try:
+        async for part in parts:
+            await messages.put({"type": "http.request", "body": part, "more_body": True})
+    except Exception:
+        await messages.put(_LEFT)
+        raise
+    await messages.put({"type": "http.request", "body": b"", "more_body": False})
+
+
 async def _ask(
-    app: ASGIApp, path: str, body: Body | None, headers: list[tuple[bytes, bytes]]
+    app: ASGIApp,
+    path: str,
+    content: bytes | AsyncIterator[bytes] | None,
+    headers: list[tuple[bytes, bytes]],
 ) -> tuple[int, dict[bytes, bytes], bytes]:
     """(status, headers, content) of the application's answer.
 
+    content: of a body, in parts where it still comes; None is a GET.
     A caller that is cancelled leaves as a client of HTTP does, so that the request is recorded.
     """
-    content = b"" if body is None else orjson.dumps(body)
+    messages, feeding = asyncio.Queue[AsgiMessage](1), None
+    if content is None or isinstance(content, bytes):
+        whole = content or b""
+        headers = [(b"content-length", b"%d" % len(whole)), *headers]
+        messages.put_nowait({"type": "http.request", "body": whole, "more_body": False})
+    else:
+        feeding = asyncio.create_task(_feed(messages, content))
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "2",
-        "method": "GET" if body is None else "POST",
+        "method": "GET" if content is None else "POST",
         "scheme": "http",
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(b"content-length", b"%d" % len(content)), *headers],
+        "headers": headers,
         "client": None,
         "server": None,
     }
-    left, reply = asyncio.Event(), _HttpReply()
-    given: list[AsgiMessage] = [{"type": "http.request", "body": content, "more_body": False}]
 
     async def receive() -> AsgiMessage:
-        if given:
-            return given.pop()
-        await left.wait()
-        return {"type": "http.disconnect"}
+        message = await messages.get()
+        if message is _LEFT:  # and stays away
+            messages.put_nowait(_LEFT)
+        return message
 
+    reply = _HttpReply()
     serving: Awaitable[None] = asyncio.ensure_future(app(scope, receive, reply.send))
+    error = None
     try:
         await asyncio.shield(serving)
     except asyncio.CancelledError:
-        left.set()
+        if feeding is not None:
+            feeding.cancel()
+        if messages.full():
+            messages.get_nowait()
+        messages.put_nowait(_LEFT)
         await serving
         raise
+    finally:
+        if feeding is not None:
+            feeding.cancel()
+            (error,) = await asyncio.gather(feeding, return_exceptions=True)
+    if isinstance(error, Exception):
+        raise error
     return reply.status, reply.headers, b"".join(reply.parts)

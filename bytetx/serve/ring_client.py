@@ -40,6 +40,8 @@ _MAX_JOINED_TOKENS = 512
 # Texts of a turn with more characters are read in a thread: these take about 5 ms.
 _MAX_INLINE_CHARACTERS = 1 << 14
 _MAX_KINDS = 256
+_MAX_LEARNING = 16  # options that the engine is asked for at a time
+_MAX_OPTION_CHARACTERS = 1 << 10  # longer options are not remembered
 _MAX_GROUP = 1 << 31
 
 # (header, arrays) of the answer to a frame.
@@ -134,11 +136,15 @@ class RingClient:
             ring.close(self._lost())
 
     def _begin_to_learn(self, key: Hashable, call: Call) -> None:
-        if len(self._kinds) < _MAX_KINDS:
-            self._kinds[key] = None
-            task = asyncio.get_running_loop().create_task(self._learn(key, call))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        texts = (option for option in call.options.values() if isinstance(option, str))
+        if len(self._tasks) == _MAX_LEARNING or sum(map(len, texts)) > _MAX_OPTION_CHARACTERS:
+            return
+        if len(self._kinds) == _MAX_KINDS:  # wrong options, too, have been among them
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[key] = None
+        task = asyncio.get_running_loop().create_task(self._learn(key, call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _learn(self, key: Hashable, call: Call) -> None:
         """Asks the engine how calls with these options are sent."""

@@ -90,7 +90,7 @@ async def _embed_spans(
     name = "late_chunking" if spans is None else "spans"
     if any(not isinstance(text, str) for text in texts):
         raise ServeError("validation", f"{name} is for texts, not for token ids", param="input")
-    if options.get("overflow") or options.get("left"):
+    if "overflow" in options or options.get("left"):
         raise ServeError("validation", f"{name} reads the beginning of each text", param=name)
     if spans is None:
         ends = np.cumsum([len(text) + 1 for text in texts]).tolist()

@@ -101,6 +101,8 @@ def test_late_chunking_reads_the_parts_as_one_document(in_process: InProcess) ->
         ({"input": "a", "spans": [[]]}, "must not be empty"),
         ({"input": "a", "spans": [[[0, 1]] * 100_000]}, "--max-client-batch-size"),
         ({"input": [LONG, LONG], "late_chunking": True}, "tokens"),
+        ({"late_chunking": True, "stride": 3}, "beginning of each text"),
+        ({"input": "a", "spans": [[[0, 1]]], "stride": 3}, "beginning of each text"),
         ({"output_dtype": "int4"}, "output_dtype"),
         ({"embedding_type": ["int8", "float"]}, "type"),
     ],

@@ -225,6 +225,53 @@ def test_bytes_of_other_clients(channel: grpc.Channel) -> None:
     assert int.from_bytes(answer[1:2], "little") == 192 & 0x7F | 0x80  # 48 floats, packed
 
 
+def test_bytes_that_are_no_message(channel: grpc.Channel) -> None:
+    wrong, code = b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT
+    one = channel.unary_unary("/tei.v1.Embed/Embed")
+    each = channel.stream_stream("/tei.v1.Embed/EmbedStream")
+    gathered = channel.stream_unary("/tei.v1.Rerank/RerankStream")
+    calls = (
+        lambda: one(wrong, metadata=KEY),
+        lambda: one(b"\x0a\x02\xff\xfe", metadata=KEY),  # no UTF-8
+        lambda: list(each(iter([wrong]), metadata=KEY)),
+        lambda: gathered(iter([wrong]), metadata=of("reranker")),
+        lambda: gathered(iter([b"\x12\x01a", wrong]), metadata=of("reranker")),
+    )
+    for call in calls:
+        found, said = error_of(call)
+        assert found == code and "cannot be read" in said
+
+
+def test_a_stream_with_one_answer_has_the_limits_of_a_body(
+    server: Server, channel: grpc.Channel, tei: tuple[ModuleType, ModuleType]
+) -> None:
+    """It is refused where it gets too long or has no key, however much the client would send."""
+    messages, stubs = tei
+    stub = stubs.RerankStub(channel)
+
+    def endless() -> Iterator[Any]:
+        while True:
+            yield messages.RerankStreamRequest(query="a", text="fox " * 5_000, truncate=True)
+
+    for metadata, code in (
+        (of("reranker"), grpc.StatusCode.INVALID_ARGUMENT),
+        ((), grpc.StatusCode.UNAUTHENTICATED),
+    ):
+        call = stub.RerankStream.future(endless(), metadata=metadata, timeout=20)
+        found, _ = error_of(call.result)
+        assert found == code
+    with pytest.raises(grpc.RpcError):  # it waits for a text that does not come
+        stub.RerankStream(_then_nothing(messages), metadata=of("reranker"), timeout=0.5)
+    server.wait_until_idle()
+    given = [messages.RerankStreamRequest(query="a", text=text) for text in TEXTS]
+    assert len(stub.RerankStream(iter(given), metadata=of("reranker")).ranks) == len(TEXTS)
+
+
+def _then_nothing(messages: ModuleType) -> Iterator[Any]:
+    yield messages.RerankStreamRequest(query="a", text="b")
+    time.sleep(3)
+
+
 def test_calls_that_are_cancelled_leave_nothing(
     server: Server, channel: grpc.Channel, tei: tuple[ModuleType, ModuleType]
 ) -> None:

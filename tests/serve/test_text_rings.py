@@ -282,6 +282,24 @@ def test_other_calls_go_by_frames(in_process: InProcess, tmp_path: Path) -> None
     in_loop(main)
 
 
+def test_options_that_clients_make_up_are_forgotten(in_process: InProcess, tmp_path: Path) -> None:
+    """They neither take memory nor keep others from rings."""
+
+    async def main() -> None:
+        async with connected(in_process, tmp_path) as (_, (client,)):
+            rings = client._rings
+            names = [f"none-{number}" for number in range(300)]
+            for name in (*names, *("x" * 100_000 + name for name in names[:8])):
+                with pytest.raises(ServeError):
+                    await learnt(client, embed(["a"], prompt_name=name))
+            assert sum(len(repr(key)) for key in rings._kinds) < 1_000_000
+            assert len(rings._kinds) <= 256 and not rings._tasks
+            await learnt(client, embed(["a"]))
+            await by_ring(client, embed(["a"]))
+
+    in_loop(main)
+
+
 def test_a_large_call_that_is_cancelled_is_dropped(in_process: InProcess, tmp_path: Path) -> None:
     async def main() -> None:
         async with connected(in_process, tmp_path) as (_, (client,)):
