@@ -83,9 +83,12 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         guide = None
         if params.structured_outputs is not None:
-            compiling = asyncio.wrap_future(self._engine.compile_guide(params.structured_outputs))
-            # Shielded, because other requests may wait for this grammar, too.
-            guide = made_guide(await asyncio.shield(compiling))
+            compiling = self._engine.compile_guide(params.structured_outputs)
+            try:  # shielded, because other requests may wait for this grammar, too
+                guide = made_guide(await asyncio.shield(asyncio.wrap_future(compiling)))
+            except asyncio.CancelledError:
+                self._engine.leave_guide(compiling)
+                raise
         queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         request_ids: list[int] = []  # written by the thread, once
 

@@ -178,6 +178,11 @@ class GenerationEngine:
             raise InputError("this engine takes no structured_outputs: it has no compiler")
         return self._compiler.compile(form)
 
+    def leave_guide(self, guide: Future[Guide | InputError]) -> None:
+        """A caller of `compile_guide` waits no longer."""
+        assert self._compiler is not None
+        self._compiler.leave(guide)
+
     def abort(self, request_id: int) -> None:
         """Ends a request; the next step returns its last RequestOutputs.
 

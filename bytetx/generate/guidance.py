@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
-from threading import Lock
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -91,13 +91,15 @@ class GrammarCompiler:
         """
         self._token_bytes, self._eos_token_ids = token_bytes, eos_token_ids
         self._threads: ThreadPoolExecutor | None = None
-        self._lock, self._making = Lock(), Lock()
+        self._lock, self._making = RLock(), Lock()
         self._tokenizer: LLTokenizer | None = None
         self._has_all_bytes = False
         self._grammars: OrderedDict[GrammarSource, Future[Guide | InputError]] = OrderedDict()
+        # Callers that wait for each that is not made.
+        self._num_waiting: dict[Future[Guide | InputError], int] = {}
 
     def compile(self, form: StructuredOutputsParams) -> Future[Guide | InputError]:
-        """The guide of an output of this form, for `made_guide`.
+        """The guide of an output of this form, for `made_guide`; a caller may `leave` it.
 
         An InputError where the grammar is wrong, or takes too long to read.
         """
@@ -117,10 +119,28 @@ class GrammarCompiler:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(_NUM_COMPILERS, "bytetx-grammars")
                 found = self._grammars[source] = self._threads.submit(self._make, source)
+                self._num_waiting[found] = 0
+                found.add_done_callback(self._end_waiting)
+            if found in self._num_waiting:
+                self._num_waiting[found] += 1
             self._grammars.move_to_end(source)
             if len(self._grammars) > _MAX_GRAMMARS:
                 self._grammars.popitem(last=False)
             return found
+
+    def leave(self, guide: Future[Guide | InputError]) -> None:
+        """A caller of `compile` waits no longer; a grammar that nobody waits for is not begun."""
+        with self._lock:
+            if guide not in self._num_waiting:
+                return
+            self._num_waiting[guide] -= 1
+            if not self._num_waiting[guide] and guide.cancel():
+                for source in [one for one, kept in self._grammars.items() if kept is guide]:
+                    del self._grammars[source]
+
+    def _end_waiting(self, guide: Future[Guide | InputError]) -> None:
+        with self._lock:
+            self._num_waiting.pop(guide, None)
 
     def _make(self, source: GrammarSource) -> Guide | InputError:
         from llguidance import LLMatcher, LLParserLimits

@@ -295,6 +295,41 @@ def test_the_engine_runs_others_while_a_grammar_is_read(monkeypatch: pytest.Monk
     assert not scheduler.has_work
 
 
+def test_grammars_that_nobody_waits_for_are_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers that leave hold up no others; one whose grammar another waits for leaves it."""
+    may_end, check, begun = threading.Event(), guidance.check_grammar, list[str]()
+
+    def slow(source: GrammarSource) -> str:
+        begun.append(source.text)
+        assert may_end.wait(60)
+        return check(source)
+
+    monkeypatch.setattr(guidance, "check_grammar", slow)
+    engine, _, scheduler = engine_of(eos_token_ids=(EOS,), compiler=compiler())
+
+    async def text(runner: AsyncEngine, regex: str) -> str:
+        params = SamplingParams(structured_outputs=form(regex=regex))
+        return "".join([piece.text async for piece in runner.generate([1], params)])
+
+    async def main() -> None:
+        with AsyncEngine(engine) as runner:
+            regexes = [*(f"a{{{number + 3}}}" for number in range(8)), "ab"]
+            gone = [asyncio.create_task(text(runner, regex)) for regex in regexes]
+            waiting = asyncio.create_task(text(runner, "ab"))
+            while len(begun) < 2:
+                await asyncio.sleep(0.001)
+            for task in gone:
+                task.cancel()
+            await asyncio.gather(*gone, return_exceptions=True)
+            again = asyncio.create_task(text(runner, "a{5}"))
+            await asyncio.sleep(0)
+            may_end.set()
+            assert await waiting == "ab" and await again == "aaaaa"
+
+    asyncio.run(main())
+    assert sorted(begun[2:]) == ["ab", "a{5}"] and not scheduler.has_work
+
+
 def test_few_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guidance, "check_grammar", lambda source: _regex(source.text))
     made = compiler()
