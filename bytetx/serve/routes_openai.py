@@ -93,6 +93,11 @@ async def _embed_spans(
     if "overflow" in options or options.get("left"):
         raise ServeError("validation", f"{name} reads the beginning of each text", param=name)
     if spans is None:
+        blank = next((i for i, text in enumerate(texts) if not text.strip()), None)
+        if blank is not None:  # it would have a vector of zeros
+            raise ServeError(
+                "validation", f"input[{blank}] is blank; leave it out of the parts", param="input"
+            )
         ends = np.cumsum([len(text) + 1 for text in texts]).tolist()
         spans = [[[end - 1 - len(text), end - 1] for text, end in zip(texts, ends, strict=True)]]
         texts = [" ".join(texts)]

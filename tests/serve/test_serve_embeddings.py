@@ -94,6 +94,7 @@ def test_late_chunking_reads_the_parts_as_one_document(in_process: InProcess) ->
     ("fields", "said"),
     [
         ({"input": [[5, 6]], "late_chunking": True}, "token ids"),
+        ({"input": ["a", " "], "late_chunking": True}, "input[1] is blank"),
         ({"late_chunking": True, "spans": [[[0, 1]]] * 3}, "exclude each other"),
         ({"spans": [[[0, 1]]]}, "one list for each"),
         ({"input": "a", "spans": [[[0, 9]]]}, "characters of the text"),
