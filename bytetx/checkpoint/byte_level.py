@@ -114,6 +114,15 @@ class TokenBytes(dict[int, bytes]):
         return both[len(text) :] if both.startswith(text) else self._backend.decode([token_id])
 
 
+def joins_tokens(backend: tokenizers.Tokenizer) -> bool:
+    """Whether what a token adds to a text does not depend on the one behind it.
+
+    It does where the last token's space is left out.
+    """
+    decoder = json.dumps(_decoder_of(backend))
+    return not any(f'"type": "{kind}"' in decoder for kind in ("BPEDecoder", "CTC"))
+
+
 def special_tokens(backend: tokenizers.Tokenizer) -> dict[int, str]:
     """The texts of special tokens, by id."""
     added = backend.get_added_tokens_decoder()

@@ -8,8 +8,14 @@ from typing import TypeVar
 import torch
 
 from bytetx.arguments import check_draft_size, check_num_seqs, check_positive
-from bytetx.checkpoint.byte_level import TokenBytes, special_tokens, token_bytes, token_pieces
-from bytetx.errors import DeviceMemoryError, OptionError
+from bytetx.checkpoint.byte_level import (
+    TokenBytes,
+    joins_tokens,
+    special_tokens,
+    token_bytes,
+    token_pieces,
+)
+from bytetx.errors import DeviceMemoryError, InputError, OptionError
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.guidance import GrammarCompiler
 from bytetx.generate.model_runner import ModelRunner
@@ -212,6 +218,11 @@ def _grammar_compiler(checkpoint: LoadedCheckpoint) -> GrammarCompiler:
     backend, vocab_size = checkpoint.tokenizer.backend, checkpoint.spec.vocab_size
 
     def tokens() -> tuple[list[bytes], frozenset[int]]:
+        if not joins_tokens(backend):
+            raise InputError(
+                "structured_outputs: what a token of this tokenizer adds to a text depends on the "
+                "one behind it (its decoder is BPEDecoder or CTC), so no form can be held"
+            )
         found = TokenBytes(backend)
         return [found[token] for token in range(vocab_size)], found.special_ids
 

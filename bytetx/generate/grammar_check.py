@@ -29,6 +29,10 @@ MAX_LEXER_STATES = 50_000  # 1 to 2 kB each
 _NO_FORCING = '%llguidance {"no_forcing": true}'
 
 
+class NotReadError(InputError):
+    """The machine, not the grammar, is why it was not read: the next time it may be."""
+
+
 class GrammarSource(NamedTuple):
     """A grammar as its caller wrote it.  kind: json, regex, choice or grammar.
 
@@ -43,7 +47,10 @@ class GrammarSource(NamedTuple):
 
 
 def check_grammar(source: GrammarSource, *, seconds: float = SECONDS) -> str:
-    """The grammar as llguidance reads it. InputError says what is wrong with it, or too much."""
+    """The grammar as llguidance reads it. InputError says what is wrong with it, or too much.
+
+    NotReadError where the process could not be started, or had no time on a busy machine.
+    """
     if not sys.executable or getattr(sys, "frozen", False):
         raise InputError(
             "a grammar is read in a separate process, and this Python is part of another program "
@@ -61,9 +68,9 @@ def check_grammar(source: GrammarSource, *, seconds: float = SECONDS) -> str:
             process_group=0,  # Ctrl-C on the terminal reaches the caller only
         )
     except subprocess.TimeoutExpired:
-        raise _too_much(seconds) from None
+        raise NotReadError(str(_too_much(seconds))) from None
     except OSError as error:
-        raise InputError(
+        raise NotReadError(
             f"a grammar is read in a separate process, and {sys.executable} cannot be started: "
             f"{error}"
         ) from error

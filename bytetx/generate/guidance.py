@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from bytetx.errors import InputError, OptionError
-from bytetx.generate.grammar_check import MAX_LEXER_STATES, GrammarSource, check_grammar
+from bytetx.generate.grammar_check import (
+    MAX_LEXER_STATES,
+    GrammarSource,
+    NotReadError,
+    check_grammar,
+)
 from bytetx.sampling_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -118,7 +123,7 @@ class GrammarCompiler:
             if found is None:
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(_NUM_COMPILERS, "bytetx-grammars")
-                found = self._grammars[source] = self._threads.submit(self._make, source)
+                found = self._grammars[source] = self._threads.submit(self._read, source)
                 self._num_waiting[found] = 0
                 found.add_done_callback(self._end_waiting)
             if found in self._num_waiting:
@@ -142,12 +147,23 @@ class GrammarCompiler:
         with self._lock:
             self._num_waiting.pop(guide, None)
 
+    def _read(self, source: GrammarSource) -> Guide | InputError:
+        """Keeps nothing that failed for another reason than the grammar."""
+        try:
+            return self._make(source)
+        except BaseException:
+            with self._lock:
+                self._grammars.pop(source, None)
+            raise
+
     def _make(self, source: GrammarSource) -> Guide | InputError:
         from llguidance import LLMatcher, LLParserLimits
 
         name = f"structured_outputs.{source.kind}"
         try:
             grammar = check_grammar(source)
+        except NotReadError:
+            raise
         except InputError as error:
             return InputError(f"{name}: {error}")
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)

@@ -12,7 +12,9 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 from checkpoints import make_gemma_tokenizer, make_tokenizer
 from generation_engines import VOCAB_SIZE, decode, engine_of, run, whole
 from hypothesis import HealthCheck, given, settings
@@ -328,6 +330,34 @@ def test_grammars_that_nobody_waits_for_are_not_begun(monkeypatch: pytest.Monkey
 
     asyncio.run(main())
     assert sorted(begun[2:]) == ["ab", "a{5}"] and not scheduler.has_work
+
+
+def test_a_grammar_that_the_machine_did_not_read_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, wanted = compiler(), form(regex="ab")
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_check.subprocess, "run", fails)
+        with pytest.raises(InputError, match="Cannot allocate memory"):
+            own.compile(wanted).result()
+    assert isinstance(own.compile(wanted).result(), guidance.Guide)
+
+
+def test_a_tokenizer_whose_texts_depend_on_what_follows_is_refused(tmp_path: Path) -> None:
+    letters = [letter + end for letter in "abc" for end in ("", "</w>")]
+    ids = {token: number for number, token in enumerate(["</s>", *letters])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], end_of_word_suffix="</w>"))
+    backend.decoder = tokenizers.decoders.BPEDecoder("</w>")
+    tiny_decoder("llama", eos_token_id=0, vocab_size=len(ids)).save_pretrained(tmp_path)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path)
+    params = SamplingParams(max_tokens=9, structured_outputs=form(choice=["abc"]))
+    with pytest.raises(InputError, match="depends on the one behind it"):
+        bytetx.load(tmp_path, device="cpu").generate(["abc"], params)
 
 
 def test_few_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
