@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from bytetx.checkpoint.layer_spec import ExpertSpec
@@ -29,7 +28,9 @@ class SharedExpert:
     def run(self, h: Tensor, activation: str) -> Tensor:
         """f32 [rows, hidden_size] of h [rows, hidden_size]."""
         found = self.out.matmul(self.first.matmul(h, activation=activation))
-        return F.linear(h, self.gate).float().sigmoid() * found.float()
+        # Row by row, so that batch mates change no bit; the product with one column would.
+        gates = (h.float() * self.gate.float()).sum(-1, keepdim=True)
+        return gates.sigmoid() * found.float()
 
 
 def load_shared_expert(

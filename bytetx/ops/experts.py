@@ -10,7 +10,7 @@ from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.fp8_linear import Fp8LinearWeight, e4m3_copy, keep_e4m3_copy
 from bytetx.ops.gated import GATES, GatedWeight, clamped_gate
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight, linear
-from bytetx.ops.weight import Weight
+from bytetx.ops.weight import QuantizedWeight, Weight
 
 GroupedMm = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -231,12 +231,15 @@ def _takes_grouped(w: ExpertsWeight) -> bool:
     coded = [one for one in matrices if isinstance(one, Fp8LinearWeight)]
     if coded:
         return (
-            all(one.rows.is_cuda and one.dtype == torch.bfloat16 for one in coded)
+            len(coded) == len(matrices)
+            and all(one.rows.is_cuda and one.dtype == torch.bfloat16 for one in coded)
             and all(one.bias is None for one in coded)
             and all(size % _GROUPED_BYTES == 0 for one in coded for size in (one.n, one.k))
             and hasattr(torch, "_scaled_grouped_mm")
             and _torch_grouped_mm(coded[0].rows.device) is not None
         )
+    if any(isinstance(one, QuantizedWeight) for one in matrices):
+        return False
     layers = [one.dense for one in matrices]
     return (
         all(one.weight.is_cuda and one.dtype == torch.bfloat16 for one in layers)

@@ -10,11 +10,18 @@ from bytetx.tasks.catalog import declared_task
 
 COMMANDS = ("embed", "embed_sparse", "embed_tokens", "classify", "tag", "answer", "fill_mask")
 COMMANDS += ("score", "decide", "rerank", "generate")
-# The query and its file are inputs, and so are sampling parameters; some options are load's.
+# The query and its file are inputs, and so are sampling parameters; some options are load's, and
+# the forms of answers make structured_outputs.
+FORMS = {"json_schema", "regex", "choice"}
 INPUTS = {
     "rerank": {"query", "query_file"},
     "decide": {"calibrate", "reliability"},
-    "generate": {"generation_config", "kv_cache_dtype", *SamplingParams.__dataclass_fields__},
+    "generate": {
+        "generation_config",
+        "kv_cache_dtype",
+        *FORMS,
+        *SamplingParams.__dataclass_fields__,
+    },
 }
 
 

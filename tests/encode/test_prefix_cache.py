@@ -61,10 +61,14 @@ def test_cached_prefixes_change_no_bit(name: str, tmp_path: Path) -> None:
     plain = bytetx.load(tmp_path, device="cpu", dtype="float32", prefix_cache_bytes=0)
     wanted = [plain.score([text])[0].token_log_likelihoods for text in texts]
     model = bytetx.load(tmp_path, device="cpu", dtype="float32")
+    shares = plain.checkpoint.transformer.prefix_multiple > 0
     for some in (texts, texts[::-1], texts[:3], *([text] for text in texts)):
         for text, found in zip(some, model.score(some), strict=True):
-            assert np.array_equal(found.token_log_likelihoods, wanted[texts.index(text)])
-    if plain.checkpoint.transformer.prefix_multiple:
+            # Where nothing is shared, batch mates may change roundings of a product.
+            near = 0 if shares else 1e-5
+            right = wanted[texts.index(text)]
+            np.testing.assert_allclose(found.token_log_likelihoods, right, rtol=0, atol=near)
+    if shares:
         assert cache_of(model).saved_tokens > 0
 
 

@@ -152,8 +152,10 @@ def test_shared_prefixes_change_no_bit(
 ) -> None:
     model = bytetx.load(save_causal(tmp_path, name), device="cpu", dtype="float32")
     found = model.score(shared_texts)
+    # Where nothing is shared, batch mates may change roundings of a product.
+    near = 0 if model.checkpoint.transformer.prefix_multiple else 1e-5
     for got, wanted in zip(found, unshared(model, shared_texts), strict=True):
-        assert np.array_equal(got.token_log_likelihoods, wanted)
+        np.testing.assert_allclose(got.token_log_likelihoods, wanted, rtol=0, atol=near)
 
 
 @pytest.mark.parametrize("budget", [64, 100, 4096])
