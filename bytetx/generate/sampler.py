@@ -392,7 +392,8 @@ class Sampler:
         """
         numbers = np.flatnonzero(metadata.params["is_guided"])
         pending: dict[SequenceState, int] | None = None
-        rows, firsts = [], []
+        rows: list[GuidedRow] = []
+        firsts: list[tuple[int, SequenceState]] = []
         for number in numbers.tolist():
             sequence, position = metadata.sequence(number), int(metadata.positions[number])
             guide = sequence.guide
