@@ -399,8 +399,9 @@ def fill_schema(
     from bytetx.cli.files.command import run_text_job
     from bytetx.cli.files.tasks import fill_schema_task, read_schema_file
 
-    given = {"schema": read_schema_file(schema), "truncate": options.truncate}
-    run_text_job(options, fill_schema_task(given | {"threshold": threshold}))
+    given = {"schema": read_schema_file(schema), "threshold": threshold}
+    given["truncate"] = options.truncate
+    run_text_job(options, fill_schema_task(given))
 
 
 @app.command()

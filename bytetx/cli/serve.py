@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_type_hints
 
@@ -194,19 +195,13 @@ def serve(**given: Any) -> None:
     """An HTTP server with the routes of TEI, OpenAI and Cohere; docs/serving.md describes it."""
     if given["huggingface_hub_cache"] is not None:
         _set_hub_cache(given["huggingface_hub_cache"])
-    try:
-        import fastapi  # noqa: F401
-        import fastapi_offline  # noqa: F401
-        import orjson  # noqa: F401
-        import uvicorn  # noqa: F401
-        import uvloop  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise OptionError(
-            f'serve needs the package {error.name}; install the extra: pip install "bytetx[serve]"'
-        ) from error
+    _need_packages(
+        ("fastapi", "fastapi_offline", "orjson", "uvicorn", "uvloop"), what="serve", extra="serve"
+    )
     _check_api_key(given["api_key"])
     if given["grpc_port"] is not None:
-        _check_grpc()
+        needed = ("grpc", "grpc_health", "grpc_reflection", "grpc_tools")
+        _need_packages(needed, what="--grpc-port", extra="serve,grpc")
     models, names = given["model"] or (), given["served_model_name"] or ()
     sources = model_sources(models, names)
     are_named = bool(names) or any("=" in text for text in models)
@@ -237,16 +232,15 @@ def serve(**given: Any) -> None:
 serve.__signature__ = Signature(list(_parameters()))  # type: ignore[attr-defined]
 
 
-def _check_grpc() -> None:
+def _need_packages(names: Sequence[str], *, what: str, extra: str) -> None:
+    """OptionError where one of the modules, or one that it imports, is not installed."""
     try:
-        import grpc  # noqa: F401
-        import grpc_health  # noqa: F401
-        import grpc_reflection  # noqa: F401
-        import grpc_tools  # noqa: F401
+        for name in names:
+            import_module(name)
     except ModuleNotFoundError as error:
         raise OptionError(
-            f"--grpc-port needs the package {error.name}; install the extra: "
-            'pip install "bytetx[serve,grpc]"'
+            f"{what} needs the package {error.name}; install the extra: "
+            f'pip install "bytetx[{extra}]"'
         ) from error
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import nn
 
-from bytetx.checkpoint.families import Families
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
@@ -83,16 +82,10 @@ class CausalForward(PackedForward):
     outputs = CAUSAL_OUTPUTS
     has_graphs = False  # a call gives its keys and values, which a graph would have to own
 
-    def __init__(
-        self,
-        module: "PreTrainedModel",
-        *,
-        families: Families,
-        pads: str = "zeros",
-        dtype: str = "auto",
-    ):
+    def __init__(self, module: "PreTrainedModel", **options: Any):
+        """options: as of PackedForward."""
         self.engines = EngineCache()
-        super().__init__(module, families=families, pads=pads, dtype=dtype)
+        super().__init__(module, **options)
 
     def forget(self) -> None:
         super().forget()

@@ -40,7 +40,6 @@ from bytetx.tasks.embed_group import is_small
 from bytetx.tasks.generation_stream import PromptGroup
 from bytetx.tasks.rerank import reranks_by_prompts, why_no_score
 from bytetx.tasks.results import Embeddings, Results
-from bytetx.tasks.run import forward
 from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
 
 logger = logging.getLogger("bytetx.serve")
@@ -155,28 +154,12 @@ class LocalBackend:
         return list(self._served.values())
 
     async def run(self, call: Call) -> Outcome:
-        grouped = self.start_grouped(call)
         try:
-            if grouped is not None:
-                return await grouped
             if call.task in ("load_adapter", "unload_adapter"):
                 return await self._change_adapter(call)
             return await TASKS[call.task](self._find(call.model), call)
         except Exception as error:
-            raise self.serve_error(error) from error
-
-    def start_grouped(self, call: Call) -> "asyncio.Future[Outcome] | None":
-        """A call that runs with those that come with it; None for another one, which `run` takes.
-
-        serve_error() says what the future's error is to the client.
-        """
-        served = self._served.get(call.model) or self._adapted.get(call.model)
-        if call.task != "embed" or served is None or not _is_groupable(call):
-            return None
-        answer = _embed_soon(served, call)
-        outcome: asyncio.Future[Outcome] = answer.get_loop().create_future()
-        forward(answer, outcome, _embed_outcome)
-        return outcome
+            raise self._serve_error(error) from error
 
     def _find(self, name: str) -> ServedModel:
         """ServeError for an adapter that was unloaded since its name was looked up."""
@@ -250,9 +233,9 @@ class LocalBackend:
                     rows = logprobs[output.index].rows(output) if output.logprobs else None
                     yield _piece(output, rows, outputs.num_prompt_tokens)
         except Exception as error:
-            raise self.serve_error(error) from error
+            raise self._serve_error(error) from error
 
-    def serve_error(self, error: Exception) -> ServeError:
+    def _serve_error(self, error: Exception) -> ServeError:
         """The answer to an error; one that is a fault of the program is raised again."""
         if self.is_healthy and self._is_lost(error):
             self.is_healthy = False
@@ -279,7 +262,13 @@ def _without_folder(message: str, served: ServedModel) -> str:
 
 
 async def _embed(served: ServedModel, call: Call) -> Outcome:
-    """arrays: f32 [num_texts, dimensions]"""
+    """arrays: f32 [num_texts, dimensions]
+
+    A small call runs with those that come with it.
+    """
+    if _is_groupable(call):
+        options = {name: value for name, value in call.options.items() if name != "left"}
+        return _embed_outcome(await served.model.embed_soon(call.inputs, **options))
     options, inputs, num_cut = await _prepared(served, call)
     return _embed_outcome(await served.model.embed(inputs, **options), num_cut)
 
@@ -289,12 +278,6 @@ def _is_groupable(call: Call) -> bool:
     has_one_task = isinstance(call.options.get("task"), str | None)
     is_whole = not call.options.get("left") and call.options.get("overflow") is None
     return has_one_task and is_whole and is_small(call.inputs)
-
-
-def _embed_soon(served: ServedModel, call: Call) -> "asyncio.Future[Embeddings]":
-    """The vectors of a groupable call."""
-    options = {name: value for name, value in call.options.items() if name != "left"}
-    return served.model.embed_soon(call.inputs, **options)
 
 
 def _embed_outcome(result: Embeddings, num_cut: int = 0) -> Outcome:

@@ -176,13 +176,7 @@ class GrpcServer:
                 request = message_factory.GetMessageClass(types.input_type)
                 response = message_factory.GetMessageClass(types.output_type)
                 call = _RpcCalls(self._app, method, request, response)
-                make, run = grpc.unary_unary_rpc_method_handler, call.one
-                if rpc != name:
-                    make = grpc.stream_stream_rpc_method_handler
-                    run = call.each  # type: ignore[assignment]
-                    if method.gathers:
-                        make, run = grpc.stream_unary_rpc_method_handler, call.gathered  # type: ignore[assignment]
-                found.append((rpc, make(run, None, response.SerializeToString)))
+                found.append((rpc, call.handler(is_stream=rpc != name)))
         return found
 
 
@@ -219,6 +213,15 @@ class _RpcCalls:
     method: _Rpc
     request: type[Message]
     response: type[Message]
+
+    def handler(self, *, is_stream: bool) -> grpc.RpcMethodHandler:
+        """is_stream: whether the requests are a stream."""
+        write = self.response.SerializeToString
+        if not is_stream:
+            return grpc.unary_unary_rpc_method_handler(self.one, None, write)
+        if self.method.gathers:
+            return grpc.stream_unary_rpc_method_handler(self.gathered, None, write)
+        return grpc.stream_stream_rpc_method_handler(self.each, None, write)
 
     async def one(self, request: bytes, context: Context) -> Message:
         try:

@@ -370,7 +370,7 @@ def test_numbers_that_are_not_finite_fail_their_request_alone(in_process: InProc
 def slow_embed(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event, list[str]]:
     """(set when a call runs, set to let it end, what became of the calls)."""
     starts, ends, fates = asyncio.Event(), asyncio.Event(), []
-    embed_soon = engine._embed_soon
+    embed = engine.TASKS["embed"]
 
     async def wait(served: ServedModel, call: Call) -> Any:
         starts.set()
@@ -380,12 +380,9 @@ def slow_embed(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.
             fates.append("cancelled")
             raise
         fates.append("done")
-        return await embed_soon(served, call)
+        return await embed(served, call)
 
-    def wait_soon(served: ServedModel, call: Call) -> asyncio.Future:
-        return asyncio.ensure_future(wait(served, call))
-
-    monkeypatch.setattr(engine, "_embed_soon", wait_soon)
+    monkeypatch.setitem(engine.TASKS, "embed", wait)
     return starts, ends, fates
 
 
