@@ -336,7 +336,6 @@ class RingModels:
         try:
             engine, call = served.model.embed_call([], options)
             engine.check_open()
-            whole = served.model.embed_call([], {**options, "dimensions": None})[1]
         except Exception:  # as the call itself will be told
             return nothing
         reader, task, tokenizer = call.reader, call.task, call.reader.tokenizer
@@ -348,6 +347,7 @@ class RingModels:
             return nothing
         rings = self._rings.get(name)
         if rings is None:
+            _, whole = served.model.embed_call([], {**options, "dimensions": None})
             most = min(served.facts.max_tokens, MAX_TOKENS)
             width = cast(EmbedTask, whole.task).size
             sizes = RingSizes(NUM_SLOTS, most, width)
