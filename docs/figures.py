@@ -79,7 +79,7 @@ _CPU_README = (
 _GPU_README = (
     Row("English strings to vectors, all-MiniLM-L6-v2's shape", "text", "minilm-strings"),
     Row("one text of 128 tokens, string to vector, the same", "latency", "minilm-text"),
-    Row("BERT-base's layers, 256 texts of 128 tokens on average", "encoder", "base-ln128x256"),
+    Row("BERT-base's layers, 256 texts, 128 tokens on average", "encoder", "base-ln128x256"),
     Row("attention, 2048 sequences of 9 tokens on average", "attention", "mean-9"),
 )
 _OURS = {
@@ -88,6 +88,7 @@ _OURS = {
     "bytetx-nccl",
     "ours-fp16",
     "ours-bf16",
+    "without adapters",
 }  # other ways to run bytetx, no rivals
 
 
