@@ -99,6 +99,7 @@ _FA_PAGES = {
     "flash-attention-3-page-256": "pages of 256",
 }
 _DECODE = {"flash-attention-3-page-256": "FlashAttention-3, pages of 256", "sdpa": "SDPA"}
+_ADAPTERS = {"without adapters": "without adapters", "peft": "peft"}
 _PROMPTS = "(prefill|chunks|mixed)-.*"
 _CUBLAS = {"cublas": "cuBLAS, bias alone"}
 _UNFUSED = {"cublas-unfused": "`F.linear`, then `F.gelu`"}
@@ -289,6 +290,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-sample": lambda: _cases("h200", "decode", "sample-.*"),
     "h100-residual": lambda: _cases("h100", "linear", ".*-(65536|8192)-residual", _CUBLAS),
     "h200-norm": lambda: _cases("h200", "norm"),
+    "h200-families": lambda: _cases("h200", "families"),
+    "h200-adapters": lambda: _cases("h200", "adapters", rivals=_ADAPTERS),
     "h100-maxsim": lambda: _cases("h100", "maxsim"),
     "h200-maxsim": lambda: _cases("h200", "maxsim"),
     "h200-triton-attention": lambda: _cases("h200", "attention-triton"),
