@@ -101,6 +101,14 @@ class Task(Computation, Protocol[R_co]):
         ...
 
 
+class SmallTask(Task[R_co], Protocol[R_co]):
+    """A task that some models do in less time than a step takes to be made."""
+
+    def at_once(self, transformer: Transformer, requests: Requests) -> np.ndarray | None:
+        """Finite rows of the requests, on a CPU; None where they need a step."""
+        ...
+
+
 class HeadTask(Task[R_co], Protocol[R_co]):
     """A task whose compute is a head on the last hidden states; such tasks can share a pass."""
 
@@ -137,6 +145,11 @@ def last_tokens(step: Step) -> Step:
 def is_head(task: Task[R_co]) -> TypeGuard[HeadTask[R_co]]:
     """Whether the task can share a forward pass with others."""
     return bool(getattr(task, "shares_pass", False))
+
+
+def is_small(task: Task[R_co]) -> TypeGuard[SmallTask[R_co]]:
+    """Whether the task has another way than a step."""
+    return hasattr(task, "at_once")
 
 
 def are_finite(numbers: np.ndarray, num_rows: np.ndarray | None = None) -> np.ndarray:

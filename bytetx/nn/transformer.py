@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.norm import RowNorm
 from bytetx.ops.paged_plan import launches_by_sizes
+from bytetx.ops.pooling import mean_words
 from bytetx.packed import ComputedTokens, PackedBatch, SharedPrefixes
 from bytetx.parallel.layout import ModelShard
 
@@ -280,6 +282,29 @@ class Transformer:
         for kv, rows in zip(kept_kv, shared.kept_rows, strict=True):
             shared.kept.append(ComputedTokens(kv, hidden.index_select(0, rows)))
         return hidden.index_select(0, shared.rows)
+
+    @cached_property
+    def is_table(self) -> bool:
+        """Whether its hidden states are rows of an f32 table of words on a CPU, scaled at most."""
+        table = self.embeddings
+        others = (table.position, table.token_type, table.norm, table.project, table.coded)
+        return (
+            not self.spec.num_layers
+            and self.placement is None
+            and self.project_out is None
+            and all(other is None for other in others)
+            and not self.spec.scales_words
+            and self.spec.embedding_multiplier == self.spec.residual_multiplier
+            and table.word.dtype == torch.float32
+            and table.word.device.type == "cpu"
+        )
+
+    def mean_words(self, ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """f32 [batch_size, hidden_size]: the mean of each text's hidden states, of a table."""
+        table = self.embeddings
+        scales = None if table.scales is None else table.scales.index_select(0, ids)
+        places = ids if table.places is None else table.places.index_select(0, ids)
+        return mean_words(table.word, places, cu_seqlens, scales=scales)
 
     @torch.inference_mode()
     def embed(self, batch: PackedBatch) -> torch.Tensor:

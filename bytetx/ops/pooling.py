@@ -145,6 +145,20 @@ def _fake_pool(x: Tensor, cu_seqlens: Tensor, **_: object) -> Tensor:
 native.register(pool, fake=_fake_pool)
 
 
+def mean_words(
+    word: Tensor, ids: Tensor, cu_seqlens: Tensor, *, scales: Tensor | None = None
+) -> Tensor:
+    """The mean of the words of each sequence, without a row for each token in between.
+
+    word: f32 [vocab_size, size].  ids: int32 [total_tokens], below vocab_size.  cu_seqlens: int32
+    [batch_size + 1], from 0 to total_tokens.  scales: f32 [total_tokens], of each word.
+    Returns f32 [batch_size, size]; a sequence without tokens is zeros.
+    """
+    mode = 1 if scales is None else 0  # a mean takes no weights
+    rows: Tensor = torch.embedding_bag(word, ids, cu_seqlens, False, mode, False, scales, True)[0]
+    return rows if scales is None else rows.div_(cu_seqlens.diff().clamp_(min=1)[:, None])
+
+
 def largest(x: Tensor) -> Tensor:
     """f32 [n]: the largest magnitude of each row of x [n, size]; NaN or inf where a row has one.
 

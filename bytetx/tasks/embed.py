@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from bytetx.arguments import check_dimensions, chosen_modes
-from bytetx.encode.request import RunStats
+from bytetx.encode.request import Requests, RunStats
 from bytetx.encode.step import Capture, Step, Task, are_finite, last_tokens
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize, TanhQuantizer
@@ -69,6 +69,8 @@ class EmbedTask:
         reads_last = self.pooling == ("lasttoken",) and not self.skips_prompt
         if reads_last and step.shared is not None:
             step = last_tokens(step)
+        if self._is_of_words(transformer):
+            return self._checked(self._of_words(transformer, step.requests))
         return self.reduce(transformer.forward(step.batch), step)
 
     @torch.inference_mode()
@@ -92,12 +94,8 @@ class EmbedTask:
 
         The arguments are those of ops.pool.
         """
-        modules: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.modules]
-        if self.dimensions is not None:
-            modules.append(lambda x: x[:, : self.dimensions].contiguous())
-        if self.normalize:
-            modules.append(Normalize())
         # The pooling kernel also normalises; torch would read the rows three more times.
+        modules = self._all_modules
         is_normalized = (
             len(self.pooling) == 1 and bool(modules) and isinstance(modules[0], Normalize)
         )
@@ -115,6 +113,38 @@ class EmbedTask:
         x = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
         for module in modules[is_normalized:]:
             x = module(x)
+        return self._checked(x)
+
+    def at_once(self, transformer: Transformer, requests: Requests) -> np.ndarray | None:
+        """Finite rows of requests that need no step; None where they need one."""
+        if self.quantizer is not None or not self._is_of_words(transformer):
+            return None
+        rows: np.ndarray = self._of_words(transformer, requests).numpy()
+        return rows if np.isfinite(rows).all() else None
+
+    def _is_of_words(self, transformer: Transformer) -> bool:
+        return transformer.is_table and self.pooling == ("mean",) and not self.skips_prompt
+
+    @torch.inference_mode()
+    def _of_words(self, transformer: Transformer, requests: Requests) -> torch.Tensor:
+        """The mean words of each text through all modules."""
+        ids, ends = torch.from_numpy(requests.token_ids), torch.from_numpy(requests.cu_seqlens)
+        x = transformer.mean_words(ids, ends)
+        for module in self._all_modules:
+            x = module(x)
+        return x
+
+    @property
+    def _all_modules(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]]:
+        modules: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.modules]
+        if self.dimensions is not None:
+            modules.append(lambda x: x[:, : self.dimensions].contiguous())
+        if self.normalize:
+            modules.append(Normalize())
+        return modules
+
+    def _checked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Vectors in the task's precision, and the `largest` of each before that."""
         return (x, largest(x)) if self.quantizer is None else quantized(x, self.quantizer)
 
     def mean(self, chunks: list[np.ndarray]) -> np.ndarray:

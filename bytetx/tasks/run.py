@@ -24,6 +24,7 @@ from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.model_runner import EncodeStep
 from bytetx.encode.request import Failure, RunCounter, Window
 from bytetx.encode.request_queue import OpenCall
+from bytetx.encode.step import is_small
 from bytetx.errors import OptionError
 from bytetx.ops.host import release_heap, release_heap_after
 from bytetx.requests.inputs import Input, InputReader
@@ -300,6 +301,15 @@ class CallRun(Generic[T]):
         # Texts that were fine and have no result.
         self.failed = self.open.failed if self.chunks is None else self.chunks.failed
 
+    def expect(self, window: Window) -> Window:
+        """A window that was read, with the call's adapters; its chunks are awaited."""
+        adapters = self.call.adapters
+        if adapters is not None:
+            window = replace(window, requests=window.requests.with_adapters(adapters))
+        if self.chunks is not None:
+            self.chunks.expect(window.requests)
+        return window
+
 
 def windows(
     inputs: Iterable[Input],
@@ -362,14 +372,17 @@ def run_encode(
         raise OptionError(call.why_no_stream)
     sink = ListSink[Results[Any]](lambda results: results) if stream else None
     run = CallRun(call, sink=sink)
-    steps = _steps(run, model.encoder)
-    if show_progress:
-        title, total = call.title, run.num_given
-        steps = with_progress(steps, lambda: run.counter.num_done, title=title, total=total)
-    if sink is not None:
-        return Stream(_by_windows(steps, sink), run.counter.stats)
-    for _ in steps:
-        pass
+    if run.num_given == 1 and sink is None and not show_progress:
+        _run_text(run, model.encoder)
+    else:
+        steps = _steps(run, model.encoder)
+        if show_progress:
+            title, total = call.title, run.num_given
+            steps = with_progress(steps, lambda: run.counter.num_done, title=title, total=total)
+        if sink is not None:
+            return Stream(_by_windows(steps, sink), run.counter.stats)
+        for _ in steps:
+            pass
     stats = run.counter.stats()
     return run.sink.result(stats.num_texts, stats)
 
@@ -394,8 +407,7 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
     closed.  A device never waits for results to be collected: the next steps, of the next window
     too, are launched behind the one whose results are awaited.
     """
-    reader, adapters = run.call.reader, run.call.adapters
-    device = engine.runner.device
+    reader, device = run.call.reader, engine.runner.device
     is_shared = device.type == "cuda" and engine.shares_prefixes
     cut = windows(
         run.call.texts,
@@ -414,11 +426,7 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
                 if window is None:
                     yield collect(*running.popleft())
                     continue
-                if adapters is not None:
-                    requests = window.requests.with_adapters(adapters)
-                    window = replace(window, requests=requests)
-                if run.chunks is not None:
-                    run.chunks.expect(window.requests)
+                window = run.expect(window)
                 steps = deque(engine.plan(run.open, window.requests))
                 if not steps:  # none of its texts runs
                     while running:
@@ -434,6 +442,25 @@ def _steps(run: CallRun[Any], engine: EncodeEngine) -> Generator[Window | None, 
                 yield collect(*running.popleft())
         finally:
             run.counter.stop()
+
+
+def _run_text(run: CallRun[Any], engine: EncodeEngine) -> None:
+    """Runs a call of one text, beside which no other could be read or computed."""
+    try:
+        with computing(engine.runner.device):
+            window = run.expect(run.call.reader.read([*run.call.texts], 0))
+            requests, task = window.requests, run.open.task
+            rows = task.at_once(engine.runner.transformer, requests) if is_small(task) else None
+            if rows is not None:
+                run.sink.put_rows(requests.indices, rows)
+                run.counter.num_done += len(requests)
+            else:
+                for step in engine.plan(run.open, requests):  # one, or those of its chunks
+                    engine.launch(step)
+                    _collect(run, engine, step, None)
+            _collect(run, engine, None, window)
+    finally:
+        run.counter.stop()
 
 
 def _collect(
@@ -592,16 +619,12 @@ class AsyncRun(CallRun[T]):
 
     def accept(self, window: Window) -> None:
         """Queues a window's texts."""
-        if self.call.adapters is not None:
-            requests = window.requests.with_adapters(self.call.adapters)
-            window = replace(window, requests=requests)
+        window = self.expect(window)
         if self.on_read is not None:
             self.on_read(window)
         self.counter.add(window)
         self.counter.num_done += window.num_texts
         self._failures += window.failures
-        if self.chunks is not None:
-            self.chunks.expect(window.requests)
         self.tokenize_seconds += time.perf_counter() - self._called
         num_read, tokens = self._reading
         self._engine.submit(self.open, window.requests, num_read=num_read, tokens=tokens)
