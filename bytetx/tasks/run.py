@@ -450,7 +450,9 @@ def _run_text(run: CallRun[Any], engine: EncodeEngine) -> None:
         with computing(engine.runner.device):
             window = run.expect(run.call.reader.read([*run.call.texts], 0))
             requests, task = window.requests, run.open.task
-            rows = task.at_once(engine.runner.transformer, requests) if is_small(task) else None
+            rows: Any = (
+                task.at_once(engine.runner.transformer, requests) if is_small(task) else None
+            )
             if rows is not None:
                 run.sink.put_rows(requests.indices, rows)
                 run.counter.num_done += len(requests)
