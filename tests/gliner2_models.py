@@ -39,6 +39,46 @@ def save_gliner2(folder: Path, family: str = "deberta-v2", **config: Any) -> Any
     return model
 
 
+# The published models' heads, small.
+BOUNDARY = {
+    "boundary_dim": 16,
+    "pair_dim": 16,
+    "candidate_pool": "shared",
+    "candidate_attention_layers": 0,
+    "query_attention_layers": 0,
+    "enable_span_content": True,
+    "content_dim": 8,
+    "enable_records": False,
+}
+
+
+def save_boundary(folder: Path, family: str = "deberta-v2", **head: Any) -> Any:
+    """The package's model of boundaries, saved into a folder; head: of its boundary_head."""
+    from gliner2.configuration import ExtractorConfig
+    from gliner2.models.boundary.engine import BoundaryExtractor
+
+    tokenizer = make_tokenizer(TOKENIZERS[family], max_tokens=64)
+    encoder = tiny_model(family).config
+    encoder.vocab_size, encoder.max_position_embeddings = len(tokenizer), 1 << 10
+    torch.manual_seed(0)
+    given = ExtractorConfig(
+        model_name="none", architecture="boundary", boundary_head={**BOUNDARY, **head}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = BoundaryExtractor(given, encoder_config=encoder, tokenizer=tokenizer)
+    randomize(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.startswith(("boundary_head.", "relation_scorer.", "classifier.")):
+                parameter *= 0.3  # few chances are 0 or 1
+        if model.boundary_head.null_projection is not None:  # some fields are absent, not all
+            model.boundary_head.null_projection.bias.fill_(-0.5)
+    model.eval()
+    model.save_pretrained(str(folder))
+    return model
+
+
 def package_results(
     model: Any, texts: list[str], schema: dict[str, Any], *, threshold: float = 0.5
 ) -> list[dict[str, Any]]:
@@ -54,8 +94,9 @@ def package_results(
 
 
 def _plain(found: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    attributes = schema.get("entity_attributes", {})
     entities = [
-        (value["start"], value["end"], name, value["confidence"])
+        (value["start"], value["end"], name, value["confidence"], _attributes(value, attributes))
         for name, values in (found.get("entities") or [{}])[0].items()
         for value in (values if isinstance(values, list) else [values])
         if value
@@ -66,19 +107,28 @@ def _plain(found: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
         own = [own] if isinstance(own, tuple) else own
         classes[one["task"]] = sorted(own, key=lambda pair: -pair[1])
     structures = {
-        name: [{key: _values(own) for key, own in one.items()} for one in found[name] or []]
+        name: [{key: _values(own) for key, own in one.items()} for one in found.get(name) or []]
         for name in schema.get("structures", {})
     }
     relations = {
-        name: [(_values(one["head"]), _values(one["tail"])) for one in found[name]]
+        name: [
+            (_values(one["head"]), _values(one["tail"]), one.get("confidence"))
+            for one in found.get(name) or []
+        ]
         for name in schema.get("relations", [])
     }
     return {
-        "entities": sorted(entities),
+        "entities": sorted(entities, key=str),
         "classifications": classes,
         "structures": structures,
         "relations": relations,
     }
+
+
+def _attributes(value: dict[str, Any], groups: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value[name] for name in groups if name in value}
+    lists = {name: own if isinstance(own, list) else [own] for name, own in found.items()}
+    return {name: [(one["label"], one["confidence"]) for one in own] for name, own in lists.items()}
 
 
 def _values(own: Any) -> Any:
@@ -98,8 +148,15 @@ def as_plain(found: Any) -> dict[str, Any]:
             return sorted(map(values, own), key=str)
         return None if own is None else (own.text, own.start, own.end, own.score)
 
+    def attributes(one: Any) -> dict[str, Any]:
+        own = getattr(one, "attributes", {})
+        return {name: [(x.label, x.score) for x in labels] for name, labels in own.items()}
+
     return {
-        "entities": sorted((one.start, one.end, one.label, one.score) for one in found.entities),
+        "entities": sorted(
+            ((one.start, one.end, one.label, one.score, attributes(one)) for one in found.entities),
+            key=str,
+        ),
         "classifications": {
             name: [(one.label, one.score) for one in own]
             for name, own in found.classifications.items()
@@ -109,7 +166,7 @@ def as_plain(found: Any) -> dict[str, Any]:
             for name, instances in found.structures.items()
         },
         "relations": {
-            name: [(values(one.head), values(one.tail)) for one in own]
+            name: [(values(one.head), values(one.tail), one.score) for one in own]
             for name, own in found.relations.items()
         },
     }

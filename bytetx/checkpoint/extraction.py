@@ -15,6 +15,7 @@ from bytetx.checkpoint.files import (
     refuse_own_code,
 )
 from bytetx.checkpoint.model_spec import ModelSpec
+from bytetx.checkpoint.schema_spec import POOLING, SchemaSpec, read_schema_spec
 from bytetx.checkpoint.side_files import (
     FLAG,
     TABLE,
@@ -39,7 +40,6 @@ _TOKEN_LEVEL = ("token_level", "token-level")
 _MARKERS = ("marker", "markerV0", "markerV1")
 # Attention between labels and words, by who attends to whom: l are labels, t words of the text.
 FUSIONS = ("l2l", "t2t", "l2t", "t2l")
-_POOLING = {"first": "cls", "last": "lasttoken", "mean": "mean", "max": "max"}
 
 # How likely two spans are to have a relation, before it is asked which one.
 ADJACENCIES = ("dot", "mlp", "attention", "bilinear", "gcn", "gat")
@@ -67,18 +67,6 @@ _FIELDS: dict[str, Field] = {
     "span_mode": TEXT,
     "subtoken_pooling": TEXT,
     "words_splitter_type": TEXT,
-}
-_SPAN_FIELDS: dict[str, Field] = {
-    "max_width": integer(1, 1 << 10),
-    "span_mode": one_of("markerV0"),
-}
-_SCHEMA_FIELDS: dict[str, Field] = {
-    "architecture": TEXT,
-    "counting_layer": one_of("count_lstm", "count_lstm_moe", "count_lstm_v2"),
-    "max_len": integer(1),
-    "max_width": integer(1, 1 << 10),
-    "span_head": TABLE,
-    "token_pooling": TEXT,
 }
 # Keys of kinds of models that are not read, and what they say.
 _OTHER_KINDS = {
@@ -139,20 +127,6 @@ class ExtractionSpec:
     relations: RelationSpec | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SchemaSpec:
-    """A GLiNER2 head: a schema comes before a text, and spans of words are scored for its fields.
-
-    max_words: of a text, None for no limit.  max_width: words of a span.  pooling: a mode of
-    ops.pooling, of a word's tokens.  counter: what tells the instances of a structure apart.
-    """
-
-    max_words: int | None
-    max_width: int
-    pooling: str
-    counter: str
-
-
 def is_extractor(spec: ModelSpec) -> bool:
     """Whether the model is the encoder of a GLiNER checkpoint."""
     return spec.architectures in ((GLINER,), (GLINER2,))
@@ -169,7 +143,7 @@ def read_extraction(
     if not is_extractor(spec):
         return None
     if spec.architectures == (GLINER2,):
-        return _read_schema_spec(folder / "config.json")
+        return read_schema_spec(folder / "config.json")
     path = folder / GLINER_CONFIG
     content = read_json(path)
     check_fields(path, content, _FIELDS)
@@ -183,9 +157,9 @@ def read_extraction(
             f"{', '.join(_MARKERS)} and token_level"
         )
     pooling = given.get("subtoken_pooling", "first")
-    if pooling not in _POOLING:
+    if pooling not in POOLING:
         raise CheckpointError(
-            f"{path}: subtoken_pooling must be one of {', '.join(_POOLING)}, got {pooling!r:.120}"
+            f"{path}: subtoken_pooling must be one of {', '.join(POOLING)}, got {pooling!r:.120}"
         )
     labels = _read_labels(path, given, families)
     return ExtractionSpec(
@@ -195,7 +169,7 @@ def read_extraction(
         markers=mode,
         # The package makes the LSTM of a bi-encoder, too, and never runs it.
         num_lstm_layers=given.get("num_rnn_layers", 1) if labels is None else 0,
-        pooling=_POOLING[pooling],
+        pooling=POOLING[pooling],
         marker=given.get("ent_token", "<<ENT>>"),
         separator=given.get("sep_token", "<<SEP>>"),
         reads_label=not given.get("embed_ent_token", True),
@@ -214,27 +188,6 @@ def _read_relations(given: Mapping[str, Any]) -> RelationSpec | None:
         given.get("rel_token", "<<REL>>"),
         not given.get("embed_rel_token", True),
         names.get(kind, kind),
-    )
-
-
-def _read_schema_spec(path: Path) -> SchemaSpec:
-    content = read_json(path, _SCHEMA_FIELDS)
-    given = {key: value for key, value in content.items() if value is not None}
-    architecture = given.get("architecture", "span")
-    if architecture != "span":
-        raise CheckpointError(
-            f"{path}: architecture {architecture!r:.120} is not supported; bytetx runs GLiNER2's "
-            "span models"
-        )
-    head = given.get("span_head", {})
-    check_fields(f"{path}: span_head", head, _SPAN_FIELDS)
-    width = head.get("max_width", given.get("max_width", 8))
-    pooling = given.get("token_pooling", "first")
-    return SchemaSpec(
-        max_words=given.get("max_len"),
-        max_width=width,
-        pooling=_POOLING.get(pooling, "cls"),
-        counter=given.get("counting_layer", "count_lstm"),
     )
 
 

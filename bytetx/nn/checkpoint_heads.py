@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bytetx.checkpoint.decision_heads import DecisionHeadSpec
-from bytetx.checkpoint.extraction import ExtractionSpec, SchemaSpec
+from bytetx.checkpoint.extraction import ExtractionSpec
+from bytetx.checkpoint.schema_spec import BoundarySpec, SchemaSpec, SpanSchemaSpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError
+from bytetx.nn.boundary_head import load_boundary_head
 from bytetx.nn.extraction import ExtractionHead, load_extraction
 from bytetx.nn.heads import (
     ClassificationHead,
@@ -61,9 +63,11 @@ def load_heads(
             spec, load, transformer, may_lack=True, decision=None, label_ids=label_ids
         )
         return replace(trunk, decision=load_decision(spec, load, decision))
-    if isinstance(extraction, SchemaSpec):
+    if isinstance(extraction, BoundarySpec):
+        return Heads(extraction=load_boundary_head(extraction, load, size=spec.output_size))
+    if isinstance(extraction, SpanSchemaSpec):
         return Heads(extraction=load_schema_head(extraction, load, size=spec.output_size))
-    if extraction is not None:
+    if isinstance(extraction, ExtractionSpec):
         return Heads(extraction=load_extraction(extraction, load, spec))
     blocks = transformer.blocks
 

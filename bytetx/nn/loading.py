@@ -20,12 +20,13 @@ from bytetx.checkpoint.decision_heads import (
     read_decision_head,
     trunk_config,
 )
-from bytetx.checkpoint.extraction import ExtractionSpec, SchemaSpec, encoder_spec, read_extraction
+from bytetx.checkpoint.extraction import ExtractionSpec, encoder_spec, read_extraction
 from bytetx.checkpoint.families import Families, read_families
 from bytetx.checkpoint.files import load_config, refuse_own_code
 from bytetx.checkpoint.generation_config import GenerationDefaults, read_generation_config
 from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.router import RouterSpec, read_router
+from bytetx.checkpoint.schema_spec import SchemaSpec
 from bytetx.checkpoint.side_files import TEXT, check_fields
 from bytetx.checkpoint.spec import ModelSpec, build_spec, saved_spec, token_logits_spec
 from bytetx.checkpoint.staged_reader import StagedReader

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from bytetx.checkpoint.extraction import SchemaSpec
+from bytetx.checkpoint.schema_spec import SchemaSpec, SpanSchemaSpec
 from bytetx.nn.extraction import SpanScorer, load_span_scorer
 from bytetx.nn.relations import Perceptron
 from bytetx.nn.tensors import TensorLoader
@@ -76,16 +76,10 @@ class InstanceQueries:
 
 @dataclass(frozen=True, slots=True)
 class SchemaHead:
-    """The head of a GLiNER2 model.
-
-    classifier: of a class's row.  counter: of a structure's row, to 20 logits.
-    """
+    """The head of a GLiNER2 model.  classifier: of a class's row."""
 
     spec: SchemaSpec
     classifier: Perceptron
-    counter: Perceptron
-    queries: InstanceQueries
-    scorer: SpanScorer
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.float()
@@ -93,6 +87,19 @@ class SchemaHead:
     def classify(self, rows: torch.Tensor) -> torch.Tensor:
         """f32 [n, hidden_size] -> f32 [n]"""
         return self.classifier(rows.contiguous())[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanSchemaHead(SchemaHead):
+    """The head that scores every span of few words.
+
+    counter: of a structure's row, to 20 logits.
+    """
+
+    spec: SpanSchemaSpec
+    counter: Perceptron
+    queries: InstanceQueries
+    scorer: SpanScorer
 
     def count(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """f32 [n, hidden_size], rows of structures -> (int64 [n], how many instances each has;
@@ -128,22 +135,27 @@ class SchemaHead:
         return out
 
 
-def load_schema_head(spec: SchemaSpec, load: TensorLoader, *, size: int) -> SchemaHead:
+def load_schema_head(spec: SpanSchemaSpec, load: TensorLoader, *, size: int) -> SpanSchemaHead:
     """Raises CheckpointError where tensors are missing or wrong.  size: of the encoder's rows."""
     load = load.in_float32()
     scorer = load_span_scorer(
         load, _SPANS, size=size, markers="markerV0", max_width=spec.max_width, labels=None
     )
-    classifier, counter = (
-        Perceptron(
-            load.linear(f"{name}.0", 2 * size, size), load.linear(f"{name}.2", rows, 2 * size)
-        )
-        for name, rows in (("classifier", 1), ("count_pred", _MAX_COUNT))
+    counter = Perceptron(
+        load.linear("count_pred.0", 2 * size, size),
+        load.linear("count_pred.2", _MAX_COUNT, 2 * size),
     )
-    return SchemaHead(spec, classifier, counter, _load_queries(spec, load, size), scorer)
+    queries = _load_queries(spec, load, size)
+    return SpanSchemaHead(spec, load_classifier(load, size), counter, queries, scorer)
 
 
-def _load_queries(spec: SchemaSpec, load: TensorLoader, size: int) -> InstanceQueries:
+def load_classifier(load: TensorLoader, size: int) -> Perceptron:
+    """The second layer's number counts a dropout where the model was trained with one."""
+    last = "classifier.3" if "classifier.3.weight" in load.tensors else "classifier.2"
+    return Perceptron(load.linear("classifier.0", 2 * size, size), load.linear(last, 1, 2 * size))
+
+
+def _load_queries(spec: SpanSchemaSpec, load: TensorLoader, size: int) -> InstanceQueries:
     table = load.tensor("count_embed.pos_embedding.weight", (_MAX_COUNT, size))
     weight = load.tensor("count_embed.gru.weight_ih_l0", (3 * size, size))
     bias = load.tensor("count_embed.gru.bias_ih_l0", (3 * size,))

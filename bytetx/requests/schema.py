@@ -38,16 +38,40 @@ class SchemaField:
 
 
 @dataclass(frozen=True, slots=True)
+class AttributeGroup:
+    """Labels of which an entity has one, or some where multi_label is true.
+
+    fields: the number of each label's field among those of the entities.  threshold: of several.
+    applies_to: names of entities; None is all.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    fields: tuple[int, ...]
+    multi_label: bool
+    threshold: float
+    applies_to: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class SchemaGroup:
     """Fields whose values go together: a structure, a relation's head and tail, or all entities.
 
-    prompt: more about it, for the model.
+    prompt: more about it, for the model.  attributes: of entities; their labels are read as fields
+    behind those of the entities.
     """
 
     name: str
     fields: tuple[SchemaField, ...]
     marker: str
     prompt: str | None = None
+    attributes: tuple[AttributeGroup, ...] = ()
+
+    @property
+    def own_fields(self) -> tuple[SchemaField, ...]:
+        """Those that are looked for."""
+        first = min((min(one.fields) for one in self.attributes), default=len(self.fields))
+        return self.fields[:first]
 
     @property
     def is_entities(self) -> bool:
@@ -99,8 +123,11 @@ def read_schema(given: object) -> ExtractionSchema:
     structures = _names("structures", table.get("structures"))
     groups = [_read_structure(name, own) for name, own in structures.items()]
     entities = _names("entities", table.get("entities"))
+    attributes = _names("entity_attributes", table.get("entity_attributes"))
+    if attributes and not entities:
+        raise InputError("schema: entity_attributes are of entities; name some of these, too")
     if entities:
-        groups.append(SchemaGroup("entities", _read_named("entities", entities, "dtype"), _ENTITY))
+        groups.append(_read_entities(entities, attributes))
     for one in _read_named("relations", _names("relations", table.get("relations"))):
         ends = tuple(SchemaField(end, threshold=one.threshold) for end in ("head", "tail"))
         groups.append(SchemaGroup(one.name, ends, _RELATION, one.description))
@@ -120,7 +147,8 @@ def read_schema(given: object) -> ExtractionSchema:
     return schema
 
 
-_SECTIONS = ("entities", "structures", "relations", "classifications")
+_SECTIONS = ("entities", "structures", "relations", "classifications", "entity_attributes")
+_ATTRIBUTES = ("labels", "multi_label", "threshold", "applies_to", "qualify_labels")
 _CLASSIFICATION = (
     "task",
     "labels",
@@ -199,6 +227,71 @@ def _read_field(where: str, name: str, given: Mapping[str, Any]) -> SchemaField:
         dtype == "list",
         _threshold(f"{where}.threshold", given.get("threshold")),
         tuple(_text(f"{where}.choices", choice) for choice in choices or ()),
+    )
+
+
+def _read_entities(given: Mapping[str, Any], attributes: Mapping[str, Any]) -> SchemaGroup:
+    own = _read_named("entities", given, "dtype")
+    known = {field.name for field in own}
+    tables = {
+        name: _table(f"schema: entity_attributes.{name}", table, _ATTRIBUTES)
+        for name, table in attributes.items()
+    }
+    labels = {name: _names_of(name, table) for name, table in tables.items()}
+    _check_unique("entity_attributes", [label for some in labels.values() for label in some])
+    # A label is read with the name of its group where the group says so.
+    read = {
+        label: f"{name}: {label}" if tables[name].get("qualify_labels") else label
+        for name, some in labels.items()
+        for label in some
+    }
+    places = {label: len(own) + place for place, label in enumerate(sorted({*read.values()}))}
+    for label in places:
+        if label in known:
+            raise InputError(
+                f"schema: entity_attributes and entities both name {shown(label)}; rename one, or "
+                "pass qualify_labels"
+            )
+    groups = tuple(
+        _read_attributes(name, table, labels[name], [places[read[one]] for one in labels[name]])
+        for name, table in tables.items()
+    )
+    for group in groups:
+        for name in group.applies_to or ():
+            if name not in known:
+                raise InputError(
+                    f"schema: entity_attributes.{group.name}.applies_to names {shown(name)}, "
+                    "which is no entity"
+                )
+    fields = own + tuple(SchemaField(label) for label in places)
+    return SchemaGroup("entities", fields, _ENTITY, attributes=groups)
+
+
+def _names_of(name: str, table: Mapping[str, Any]) -> tuple[str, ...]:
+    where = f"entity_attributes.{name}.labels"
+    if not isinstance(table.get("labels"), list | tuple) or not table["labels"]:
+        raise InputError(
+            f"schema: {where} must be a list of texts, got {shown(table.get('labels'))}"
+        )
+    return tuple(_names(where, table["labels"]))
+
+
+def _read_attributes(
+    name: str, table: Mapping[str, Any], labels: tuple[str, ...], fields: Sequence[int]
+) -> AttributeGroup:
+    where = f"schema: entity_attributes.{name}"
+    for key in ("multi_label", "qualify_labels"):
+        if not isinstance(table.get(key, False), bool):
+            raise InputError(f"{where}.{key} must be true or false, got {shown(table[key])}")
+    given = table.get("applies_to")
+    threshold = _threshold(f"{where}.threshold", table.get("threshold"))
+    return AttributeGroup(
+        name,
+        labels,
+        tuple(fields),
+        table.get("multi_label", False),
+        0.5 if threshold is None else threshold,
+        None if given is None else tuple(_names(f"entity_attributes.{name}.applies_to", given)),
     )
 
 

@@ -35,8 +35,8 @@ class FillSchemaRequest(Request):
     texts: ListOf[str]
     schema_: dict[str, Any] = Field(
         alias="schema",
-        description="Tables entities, structures, relations and classifications, as of Python's "
-        "fill_schema.",
+        description="Tables entities, structures, relations, classifications and "
+        "entity_attributes, as of Python's fill_schema.",
     )
     threshold: OrNull[Annotated[float, Field(ge=0, le=1)]] = 0.5
     truncate: bool | None = Field(None, description="Cut long texts; the server's --auto-truncate.")

@@ -26,9 +26,11 @@ from bytetx.requests.words import (
 from bytetx.tasks.call import TaskCall, list_sink
 from bytetx.tasks.classify import sigmoid
 from bytetx.tasks.context import TaskContext
+from bytetx.tasks.overlaps import Found
 from bytetx.tasks.results import ExtractedSpan, Results, SpanRelation
-from bytetx.tasks.schema_scores import Found, TextScores, schema_call
+from bytetx.tasks.schema_call import schema_call
 from bytetx.tasks.task import TextOptions, option, task
+from bytetx.tasks.text_scores import TextScores
 from bytetx.tasks.word_rows import alignments_of, read_labels, read_words
 
 _MOST_RELATIONS = 1 << 16  # that a text may have; each is an object of Python's

@@ -17,7 +17,9 @@ from bytetx.requests.schema import (
 from bytetx.tasks.call import TaskCall
 from bytetx.tasks.classify import sigmoid, softmax
 from bytetx.tasks.context import TaskContext
+from bytetx.tasks.overlaps import Found
 from bytetx.tasks.results import (
+    AttributedSpan,
     ExtractedSpan,
     Extraction,
     FieldValue,
@@ -26,8 +28,9 @@ from bytetx.tasks.results import (
     Results,
     Structure,
 )
-from bytetx.tasks.schema_scores import Found, TextScores, schema_call
+from bytetx.tasks.schema_call import schema_call
 from bytetx.tasks.task import TextOptions, option, task
+from bytetx.tasks.text_scores import TextScores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +58,11 @@ def fill_schema(
     schema: {"entities": names, or a table of descriptions or of {"description", "dtype",
     "threshold"}; "structures": {name: {"fields": [{"name", "dtype", "choices", "description",
     "threshold"}]}}; "relations": as entities, without dtype; "classifications": [{"task", "labels",
-    "multi_label", "cls_threshold", "top_k", "class_act", "prompt", "examples"}]}. dtype is "list"
-    or "str", which gives the best value alone.
-    Spans of one entity or field do not overlap; the one with the highest score stays.
+    "multi_label", "cls_threshold", "top_k", "class_act", "prompt", "examples"}];
+    "entity_attributes": {name: {"labels", "multi_label", "threshold", "applies_to",
+    "qualify_labels"}}}. dtype is "list" or "str", which gives the best value alone.
+    Spans of one entity or field do not overlap; the one with the highest score stays, or, of a
+    model of boundaries (GLiNER2.5), those that its config keeps.
     A text whose first word is cut away by truncate=True has no answers, and no classes.
     Raises InputError where the schema is none, or the checkpoint reads no schemas.
     """
@@ -99,29 +104,16 @@ def _labels(one: Classification, logits: np.ndarray) -> list[Label]:
     return [Label(one.labels[place].name, float(chances[place]), place) for place in chosen]
 
 
-def _values(
-    group: SchemaGroup, number: int, instance: int, scores: TextScores, threshold: float
-) -> list[list[FieldValue]]:
-    """Spans of each field, without those that overlap better ones, the best one first."""
-    limits = [threshold if one.threshold is None else one.threshold for one in group.fields]
-    by_field: list[list[Found]] = [[] for _ in group.fields]
-    for span in scores.spans(number, instance, limits):
-        by_field[span[2]].append(span)
-    text, words = cast(str, scores.alignment.text), scores.alignment.words.tolist()
-    return [list(_disjoint(spans, text, words)) for spans in by_field]
+def _limits(group: SchemaGroup, threshold: float) -> list[float]:
+    """The least chance of each field's spans; none has the chance of an attribute's."""
+    limits = [threshold if one.threshold is None else one.threshold for one in group.own_fields]
+    return limits + [2.0] * (len(group.fields) - len(limits))
 
 
-def _disjoint(
-    spans: Sequence[Found], text: str, words: Sequence[tuple[int, int]]
-) -> Iterable[FieldValue]:
-    is_taken = bytearray(len(words))
-    for first, last, _, score in sorted(spans, key=lambda span: -span[3]):
-        if any(is_taken[first : last + 1]):
-            continue
-        is_taken[first : last + 1] = b"\1" * (last + 1 - first)
-        start, end = words[first][0], words[last][1]
-        if start < end:  # else it is the end of a sentence that the text has not
-            yield FieldValue(text[start:end], score, start, end)
+def _value(scores: TextScores, span: Found) -> FieldValue:
+    words = scores.alignment.words
+    start, end = int(words[span[0], 0]), int(words[span[1], 1])
+    return FieldValue(cast(str, scores.alignment.text)[start:end], span[3], start, end)
 
 
 def _in_order(values: Sequence[FieldValue]) -> list[FieldValue]:
@@ -131,36 +123,58 @@ def _in_order(values: Sequence[FieldValue]) -> list[FieldValue]:
 def _entities(
     group: SchemaGroup, number: int, scores: TextScores, threshold: float
 ) -> list[ExtractedSpan]:
-    if not scores.groups[number].shape[2]:
+    if not scores.num_instances(number):
         return []
-    found = [
-        ExtractedSpan(
-            cast(int, value.start), cast(int, value.end), value.text, field.name, value.score
-        )
-        for field, values in zip(
-            group.fields, _values(group, number, 0, scores, threshold), strict=True
-        )
-        for value in (values if field.is_list else values[:1])
-    ]
+    found: list[ExtractedSpan] = []
+    fields = scores.spans(number, 0, _limits(group, threshold))
+    for field, spans in zip(group.own_fields, fields, strict=False):
+        inside = scores.inside(spans)
+        for span in inside if field.is_list else inside[:1]:
+            own = _value(scores, span)
+            parts = (cast(int, own.start), cast(int, own.end), own.text, field.name, own.score)
+            if group.attributes:
+                attributes = _attributes(group, field, number, span, scores)
+                found.append(AttributedSpan(*parts, attributes=attributes))
+            else:
+                found.append(ExtractedSpan(*parts))
     return sorted(found, key=lambda span: (span.start, span.end))
+
+
+def _attributes(
+    group: SchemaGroup, entity: SchemaField, number: int, span: Found, scores: TextScores
+) -> dict[str, list[Label]]:
+    found = {}
+    for one in group.attributes:
+        if one.applies_to is not None and entity.name not in one.applies_to:
+            continue
+        logits = scores.field_logits(number, span, one.fields)
+        chances = sigmoid(logits) if one.multi_label else softmax(logits)
+        chosen = [int(chances.argmax())]
+        if one.multi_label:
+            chosen = np.flatnonzero(chances >= np.float32(one.threshold)).tolist()
+        found[one.name] = [
+            Label(one.labels[place], float(chances[place]), place) for place in chosen
+        ]
+    return found
 
 
 def _relations(
     group: SchemaGroup, number: int, scores: TextScores, threshold: float
 ) -> Iterable[Relation]:
-    for instance in range(scores.groups[number].shape[2]):
-        head, tail = _values(group, number, instance, scores, threshold)
-        if head and tail:
-            yield Relation(head[0], tail[0])
+    limit = group.fields[0].threshold
+    pairs = scores.relations(number, threshold if limit is None else limit)
+    for head, tail, score in pairs:
+        yield Relation(_value(scores, head), _value(scores, tail), score)
 
 
 def _structures(
     group: SchemaGroup, number: int, scores: TextScores, threshold: float
 ) -> Iterable[Structure]:
-    for instance in range(scores.groups[number].shape[2]):
-        spans = _values(group, number, instance, scores, threshold)
+    for instance in range(scores.num_instances(number)):
+        spans = scores.spans(number, instance, _limits(group, threshold))
         found: Structure = {}
-        for place, (field, values) in enumerate(zip(group.fields, spans, strict=True)):
+        for place, (field, own) in enumerate(zip(group.fields, spans, strict=True)):
+            values = [_value(scores, span) for span in scores.inside(own)]
             if field.choices:
                 values = _choices(field, number, instance, place, scores, threshold)
             elif field.is_list:

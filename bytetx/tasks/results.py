@@ -87,6 +87,17 @@ class ExtractedSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class AttributedSpan(ExtractedSpan):
+    """An entity of a schema with entity_attributes.
+
+    attributes: its labels of each group that applies to it; one, or any number where the group says
+    multi_label.
+    """
+
+    attributes: dict[str, list[Label]] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
 class FieldValue:
     """A value of a structure's field, or an end of a relation.
 
@@ -101,10 +112,14 @@ class FieldValue:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Two spans of a text that a relation holds between."""
+    """Two spans of a text that a relation holds between.
+
+    score: from 0 to 1; None of models that score its ends alone.
+    """
 
     head: FieldValue
     tail: FieldValue
+    score: float | None = None
 
 
 Structure = dict[str, FieldValue | list[FieldValue] | None]
@@ -114,7 +129,8 @@ Structure = dict[str, FieldValue | list[FieldValue] | None]
 class Extraction:
     """The answers of a text to a schema; each table has all names of the schema, in its order.
 
-    entities: in the order of the text.  classifications: the best label, or several, the best one
+    entities: in the order of the text; of AttributedSpan where the schema has attributes.
+    classifications: the best label, or several, the best one
     first, where the schema says multi_label.  structures: instances; a field has a list of values
     in the order of the text, or one value or None where the schema says dtype "str".
     """

@@ -61,6 +61,16 @@ SCHEMA: dict[str, Any] = {
         {"task": "one", "labels": ["x", "y"], "class_act": "sigmoid"},
     ],
 }
+ATTRIBUTES: dict[str, Any] = {
+    "mood": {"labels": ["good", "bad", "place of birth"]},
+    "kinds": {
+        "labels": ["red", "person", "न"],
+        "multi_label": True,
+        "threshold": 0.4,
+        "applies_to": ["due date", "person"],
+        "qualify_labels": True,
+    },
+}
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("deberta-v2", {}),
     ("bert", {"counting_layer": "count_lstm_v2", "token_pooling": "mean"}),
@@ -78,16 +88,16 @@ def model(folder: Path) -> package.Model:
     return package.load(folder)
 
 
-def _assert_close(ours: Any, theirs: Any) -> None:
+def assert_close(ours: Any, theirs: Any) -> None:
     assert type(ours) is type(theirs), (ours, theirs)
     if isinstance(ours, dict):
         assert list(ours) == list(theirs)
         for key in ours:
-            _assert_close(ours[key], theirs[key])
+            assert_close(ours[key], theirs[key])
     elif isinstance(ours, list | tuple):
         assert len(ours) == len(theirs), (ours, theirs)
         for pair in zip(ours, theirs, strict=True):
-            _assert_close(*pair)
+            assert_close(*pair)
     elif isinstance(ours, float):
         assert abs(ours - theirs) < 1e-4
     else:
@@ -100,12 +110,13 @@ def test_results_are_those_of_gliner2(family: str, config: dict[str, Any], tmp_p
     oracle = pytest.importorskip("gliner2_models", reason="needs the gliner2 package")
     theirs = oracle.save_gliner2(tmp_path, family, **config)
     ours = package.load(tmp_path)
-    for schema in (SCHEMA, *({key: own} for key, own in SCHEMA.items())):
+    attributed = {"entities": SCHEMA["entities"], "entity_attributes": ATTRIBUTES}
+    for schema in (SCHEMA, attributed, *({key: own} for key, own in SCHEMA.items())):
         for threshold in (0.3, 0.55):
             found = ours.fill_schema(TEXTS, schema, threshold=threshold)
             wanted = oracle.package_results(theirs, TEXTS, schema, threshold=threshold)
             for one, own in zip(found, wanted, strict=True):
-                _assert_close(oracle.as_plain(one), own)
+                assert_close(oracle.as_plain(one), own)
 
 
 def test_an_end_of_a_sentence_that_a_text_lacks_is_no_span(tmp_path: Path) -> None:
@@ -137,7 +148,7 @@ def test_batch_mates_change_nothing(model: package.Model) -> None:
     texts = TEXTS + ["a fox", "New York is big. San Francisco isn't far"]
     for one, text in zip(model.fill_schema(texts, SCHEMA), texts, strict=True):
         [alone] = model.fill_schema([text], SCHEMA)
-        _assert_close(asdict(one), asdict(alone))
+        assert_close(asdict(one), asdict(alone))
 
 
 def test_many_names_and_no_structure_counted(folder: Path, tmp_path: Path) -> None:
@@ -161,7 +172,7 @@ def test_a_text_of_which_no_word_fits(model: package.Model, mates: list[str]) ->
     texts = ["-".join(["word"] * 2100), *mates]
     for schema in (SCHEMA, *({key: own} for key, own in SCHEMA.items())):
         none, *others = model.fill_schema(texts, schema, truncate=True)
-        _assert_close(
+        assert_close(
             [asdict(one) for one in others],
             [asdict(model.fill_schema([text], schema)[0]) for text in mates],
         )
@@ -190,6 +201,10 @@ def test_counts_of_logits_that_are_not_finite(folder: Path, tmp_path: Path) -> N
     assert model.fill_schema(["a fox"], {"classifications": SCHEMA["classifications"]})
 
 
+def _attributed(groups: Any) -> dict[str, Any]:
+    return {"entities": ["x"], "entity_attributes": groups}
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -207,6 +222,19 @@ def test_counts_of_logits_that_are_not_finite(folder: Path, tmp_path: Path) -> N
         ({"structures": {"a": {"fields": [{"name": "b", "choices": []}]}}}, "choices must be"),
         ({"structures": {"a": {"mode": "natural"}}}, "'mode' is not known"),
         ({"relations": {"a": 5}}, "must be a table"),
+        ({"entity_attributes": {"a": {"labels": ["b"]}}}, "are of entities"),
+        (_attributed({"a": 1}), "must be a table"),
+        (_attributed({"a": {"labels": []}}), "labels must be a list"),
+        (_attributed({"a": {"labels": "bc"}}), "labels must be a list"),
+        (_attributed({"a": {"labels": ["b", "b"]}}), "twice"),
+        (_attributed({"a": {"labels": ["b"]}, "c": {"labels": ["b"]}}), "twice"),
+        (_attributed({"a": {"labels": ["x"]}}), "qualify_labels"),
+        (_attributed({"a": {"labels": [""]}}), "must not be empty"),
+        (_attributed({"a": {"labels": ["b"], "threshold": 2}}), "number from 0 to 1"),
+        (_attributed({"a": {"labels": ["b"], "multi_label": 1}}), "multi_label must be"),
+        (_attributed({"a": {"labels": ["b"], "qualify_labels": 1}}), "qualify_labels must be"),
+        (_attributed({"a": {"labels": ["b"], "applies_to": ["y"]}}), "no entity"),
+        (_attributed({"a": {"labels": ["b"], "applies_to": "x"}}), "applies_to must be"),
         ({"classifications": {"a": ["b", "c"]}}, "must be a list of tables"),
         ({"classifications": [{"task": "a", "labels": ["b"]}]}, "two or more"),
         ({"classifications": [{"task": "a", "labels": ["b", "c"], "top_k": 0}]}, "top_k"),
@@ -248,7 +276,7 @@ def test_bad_calls(model: package.Model, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architecture": "boundary"}, "architecture 'boundary'"),
+        ({"architecture": "lines"}, "architecture must be one of span, boundary"),
         ({"counting_layer": "none"}, "counting_layer must be"),
         ({"counting_layer": "count_lstm_v2"}, "count_embed.transformer"),
         ({"span_head": {"max_width": 0}}, "max_width must be"),
@@ -292,7 +320,7 @@ def test_the_command_writes_what_the_schema_asks_for(
     wanted = model.fill_schema(["Angela met Zaphod", ""], SCHEMA, threshold=0.2)
     for row, one in zip(ran.rows, wanted, strict=True):
         own = json.loads(json.dumps(asdict(one)))
-        _assert_close({key: row[key] for key in own}, own)
+        assert_close({key: row[key] for key in own}, own)
     Path("s.json").write_text("[]")
     ran = bytetx(*given)
     assert ran.code != 0 and "JSON object" in ran.err
