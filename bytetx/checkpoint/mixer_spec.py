@@ -6,6 +6,7 @@ from typing import Any
 
 from bytetx.checkpoint.config import Values
 from bytetx.errors import CheckpointError
+from bytetx.ops.delta_chunk import CHUNK
 
 # Keys of [mixer_layer] that are linear layers, and those that hold a convolution of each feature.
 MIXER_LINEARS = ("mixer_in", "mixer_gate", "mixer_beta", "mixer_decay", "mixer_out")
@@ -15,7 +16,6 @@ CONVOLUTIONS = ("conv",)
 # What layer_types calls the layers of each kind.
 LAYER_TYPES = {"short_conv": "conv", "delta_net": "linear_attention"}
 _ATTENTION = "full_attention"
-_CHUNK = 64  # tokens, as of ops.delta_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class MixerSpec:
         if own is None:
             return 0
         # The convolution's rows; what each chunk writes, reads and attends to; and the result.
-        of_head = 2 * own.v_dim + own.k_dim + _CHUNK
+        of_head = 2 * own.v_dim + own.k_dim + CHUNK
         return self.conv_features(hidden_size) + own.num_v_heads * of_head
 
     def conv_features(self, hidden_size: int) -> int:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bytetx.ops.check import require_tensor
+from bytetx.ops.delta_chunk import CHUNK
 from bytetx.ops.registry import Operation
 
-CHUNK = 64
 _EPS = 1e-6
 
 # Shape class: dtype, k_dim, v_dim.

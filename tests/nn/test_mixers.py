@@ -10,7 +10,7 @@ from tiny_decoders import CachedRun, expected, tiny_decoder
 
 import bytetx
 from bytetx.errors import CheckpointError, OptionError
-from bytetx.ops.delta_rule import CHUNK
+from bytetx.ops.delta_chunk import CHUNK
 
 HYBRIDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next"]
 BORDERS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 0, 2 * CHUNK + 5, 2, 190]

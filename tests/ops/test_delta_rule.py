@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bytetx.ops import delta_rule as op
-from bytetx.ops.delta_rule import CHUNK, DeltaGates, DeltaPast, gated_delta_rule, gated_norm
+from bytetx.ops.delta_chunk import CHUNK
+from bytetx.ops.delta_rule import DeltaGates, DeltaPast, gated_delta_rule, gated_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
