@@ -1,16 +1,21 @@
 """Requests of many callers to a running server: python tests/serve/serve_soak.py --minutes 15.
 
 Starts `bytetx serve` with small random models and sends it a mix of requests, 30 % of which leave
-before they are answered. Fails where an answer differs from Model's, a request that stayed gets no
-answer, one that left stays in the server, resident memory of the server's processes grows by
-2 % or more over the last half, or the 99th percentile of GET /health is 0.1 s or more. With
---minutes, slow clients and the largest bodies run beside the mix. --requests 10000 is a storm of
-that many instead.
+before they are answered. Fails where an answer differs from Model's, or on other routes from the
+server's own before the storm, a request that stayed gets no answer, one that left stays in the
+server, resident memory of the server's processes grows by 2 % or more over the last half, or the
+99th percentile of GET /health is 0.1 s or more. With --minutes, slow clients and the largest bodies
+run beside the mix; with --kills and front-ends, the engine process is killed so many times, and
+only requests that it held may then be answered 503. --requests 10000 is a storm of that many
+instead.
 """
 
 import argparse
 import asyncio
 import json
+import os
+import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -18,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -27,9 +33,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
 import numpy as np
-from checkpoints import save_causal, save_checkpoint, texts
+import transformers
+from checkpoints import SENTENCES, save_causal, save_checkpoint, texts
+from decisions import save_decider
+from extractors import save_extractor
 from largest_bodies import largest_bodies
-from other_processes import resident_mib
+from lora_adapters import save_adapter
+from other_processes import child_processes, resident_mib
 from serving import KEY, Server, raw_request, start_server
 
 import bytetx
@@ -44,7 +54,13 @@ _NEW_TOKENS = 8
 MAX_HEALTH_S = 0.1  # the 99th percentile
 _LARGEST_BYTES = 1_900_000  # below --payload-limit's default
 _NUM_SLOW, _SLOW_S, _HEALTH_EVERY_S = 50, 60.0, 0.05
+_ADAPTERS = (
+    ("embedder", "one", transformers.AutoModel),
+    ("embedder", "two", transformers.AutoModel),
+    ("writer", "one", transformers.AutoModelForCausalLM),
+)
 _LONGEST_STAY_S = 0.05  # of a client that leaves
+_HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +74,12 @@ class Ask:
 
 
 class Traffic:
-    """Random requests with the answers of models in this process."""
+    """Random requests with the answers of models in this process, and those of other routes."""
 
     def __init__(self, embedder: bytetx.Model, classifier: bytetx.Model, writer: bytetx.Model):
         self.rng = np.random.default_rng(0)
+        self.routes: list[Ask] = []  # learn() finds them
+        self.is_killed = False  # whether the engine process is, now and then
         self.inputs = texts(_NUM_TEXTS, max_words=60)
         self.vectors = embedder.embed(self.inputs, truncate=True, normalize=True).vectors
         self.labels = classifier.classify(self.inputs, truncate=True)
@@ -70,8 +88,23 @@ class Traffic:
         self.outputs = [one.text for one in writer.generate(self.prompts, params)]
 
     def draw(self) -> Ask:
-        kinds = (self._embed, self._batch, self._openai, self._predict, self._bad, self._complete)
-        return kinds[self.rng.choice(len(kinds), p=(0.5, 0.1, 0.15, 0.1, 0.1, 0.05))]()
+        kinds = (
+            *(self._embed, self._batch, self._openai, self._predict),
+            *(self._bad, self._complete, self._route),
+        )
+        return kinds[self.rng.choice(len(kinds), p=(0.4, 0.05, 0.1, 0.1, 0.1, 0.05, 0.2))]()
+
+    def learn(self, url: str) -> None:
+        """Asks every other route once, while nobody else asks."""
+        with httpx.Client(base_url=url, headers=_HEADERS, timeout=_WAIT_S) as client:
+            for path, body in route_bodies():
+                answer = client.post(path, json=body)
+                assert answer.status_code == 200, f"{path}: {answer.text}"
+                check = partial(_is_close, wanted=answer.json())
+                self.routes.append(Ask(path, path, json.dumps(body).encode(), check))
+
+    def _route(self) -> Ask:
+        return self.routes[int(self.rng.integers(len(self.routes)))]
 
     def _some(self, count: int) -> list[int]:
         return self.rng.integers(0, len(self.inputs), count).tolist()
@@ -132,6 +165,62 @@ class Traffic:
         return Ask("bad", "/embed", body, check)
 
 
+def route_bodies() -> list[tuple[str, dict[str, Any]]]:
+    """Requests whose answers do not change, to the routes that the mix leaves out."""
+    words = SENTENCES[:4]
+    write = {"model": "writer", "prompt": words[0][:30], "max_tokens": 24, "temperature": 0}
+    pairs = {"text_1": words[0], "text_2": words[1:]}
+    question = {"name": "q", "type": "predicate", "instructions": "Is it so?"}
+    return [
+        ("/embed", {"model": "embedder:one", "inputs": words}),
+        ("/embed", {"model": "embedder:two", "inputs": words}),
+        ("/embed_all", {"model": "embedder", "inputs": words[:2]}),
+        ("/v1/embeddings", {"model": "embedder:two", "input": words, "output_dtype": "int8"}),
+        ("/v1/embed", {"model": "embedder", "texts": words, "input_type": "search_query"}),
+        ("/v2/embed", {"model": "embedder:one", "texts": words, "input_type": "clustering"}),
+        ("/similarity", {"model": "embedder", "inputs": _source(words)}),
+        ("/pooling", {"model": "embedder", "input": words[0], "task": "token_embed"}),
+        ("/score", {"model": "ranker", **pairs}),
+        ("/rerank", {"model": "ranker", "query": words[0], "texts": words}),
+        ("/v1/rerank", {"model": "ranker", "query": words[0], "documents": words, "top_n": 2}),
+        ("/classify", {"model": "classifier", "input": words}),
+        ("/predict", {"model": "classifier", "inputs": words[0], "raw_scores": True}),
+        ("/predict_tokens", {"model": "tagger", "inputs": words[0]}),
+        ("/extract", {"model": "extractor", "texts": words, "labels": ["a", "b"]}),
+        ("/tokenize", {"model": "embedder", "inputs": words}),
+        ("/v1/completions", write),
+        ("/v1/completions", {**write, "model": "writer:one"}),
+        ("/v1/completions", {**write, "guided_choice": ["left", "right"]}),
+        ("/v1/completions", {**write, "guided_regex": "[a-z]{2}( [a-z]{2}){3}"}),
+        ("/v1/decisions", {"model": "decider", "input": words[0], "questions": [question]}),
+    ]
+
+
+def _source(words: Sequence[str]) -> dict[str, object]:
+    return {"source_sentence": words[0], "sentences": words[1:]}
+
+
+def _is_close(answer: httpx.Response, wanted: Any) -> None:
+    assert answer.status_code == 200, answer.text
+    assert_close(answer.json(), wanted)
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    """Equal but for identities and rounding."""
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted.keys() - {"id", "created"}:
+            assert_close(found[key], wanted[key])
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+    elif isinstance(wanted, float):
+        assert abs(found - wanted) < 1e-4 * max(abs(wanted), 1)
+    else:
+        assert found == wanted
+
+
 def _is_answer(answer: httpx.Response) -> None:
     assert answer.status_code == 200, answer.text
 
@@ -144,7 +233,6 @@ async def send(url: str, traffic: Traffic, *, until: Callable[[int], bool]) -> C
     """CALLERS callers send requests until(number sent); how many of each kind were answered."""
     counts: Counter[str] = Counter()
     num_sent = 0
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     limits = httpx.Limits(max_connections=CALLERS, max_keepalive_connections=CALLERS)
 
     async def caller(client: httpx.AsyncClient) -> None:
@@ -153,14 +241,19 @@ async def send(url: str, traffic: Traffic, *, until: Callable[[int], bool]) -> C
             num_sent += 1
             ask, leaves = traffic.draw(), traffic.rng.random() < LEAVE
             if not leaves:
-                ask.check(await client.post(ask.path, content=ask.body))
+                answer = await client.post(ask.path, content=ask.body)
+                if answer.status_code == 503 and traffic.is_killed:
+                    assert int(answer.headers["retry-after"]) >= 1
+                    counts["unavailable"] += 1
+                    continue
+                ask.check(answer)
                 counts[ask.kind] += 1
                 continue
             await leave(url, ask, float(traffic.rng.random()) * _LONGEST_STAY_S)
             counts["left"] += 1
 
     async with (
-        httpx.AsyncClient(base_url=url, headers=headers, timeout=_WAIT_S, limits=limits) as client,
+        httpx.AsyncClient(base_url=url, headers=_HEADERS, timeout=_WAIT_S, limits=limits) as client,
         asyncio.TaskGroup() as group,
     ):
         for _ in range(CALLERS):
@@ -171,14 +264,13 @@ async def send(url: str, traffic: Traffic, *, until: Callable[[int], bool]) -> C
 async def send_largest(url: str, seconds: float) -> Counter[str]:
     """One caller sends the largest bodies that /embed, /predict, /tokenize and / admit."""
     counts, end = Counter[str](), time.monotonic() + seconds
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=5 * _WAIT_S) as client:
+    async with httpx.AsyncClient(base_url=url, headers=_HEADERS, timeout=5 * _WAIT_S) as client:
         while time.monotonic() < end:
             for path in ("/embed", "/predict", "/tokenize", "/"):
                 for body in largest_bodies(path, size=_LARGEST_BYTES):
                     if time.monotonic() < end:
                         answer = await client.post(path, content=body)
-                        assert answer.status_code < 500, answer.text[:300]
+                        assert answer.status_code < 500 or answer.status_code == 503, answer.text
                         counts[f"largest {answer.status_code}"] += 1
     return counts
 
@@ -206,7 +298,7 @@ def watch_health(url: str, seconds: float) -> list[float]:
     with httpx.Client(base_url=url, timeout=_WAIT_S) as client:
         while time.monotonic() < end:
             start = time.perf_counter()
-            assert client.get("/health").status_code == 200
+            assert client.get("/health").status_code in (200, 503)
             waits.append(time.perf_counter() - start)
             time.sleep(_HEALTH_EVERY_S)
     return waits
@@ -230,8 +322,20 @@ def total_resident_mib(pid: int) -> float:
     return resident_mib(pid) + sum(map(total_resident_mib, map(int, children)))
 
 
+async def kill_engines(server: Server, times: int, seconds: float) -> None:
+    """Kills the engine process so many times, evenly over that long."""
+    for _ in range(times):
+        await asyncio.sleep(seconds / (times + 1))
+        engine = next(
+            pid
+            for pid in child_processes(server.process.pid)
+            if b"\0engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(engine, signal.SIGKILL)
+
+
 async def watched(
-    server: Server, traffic: Traffic, seconds: float
+    server: Server, traffic: Traffic, seconds: float, *, kills: int = 0
 ) -> tuple[Counter[str], float, float]:
     """Sends for that long, largest bodies and slow clients beside the mix.
 
@@ -248,6 +352,7 @@ async def watched(
     health = asyncio.wrap_future(watcher.submit(watch_health, url, seconds))
     largest = asyncio.create_task(send_largest(url, seconds))
     slow = asyncio.create_task(send_slowly(url, seconds))
+    killing = asyncio.create_task(kill_engines(server, kills, seconds))
     while not sending.done():
         readings.append(total_resident_mib(server.process.pid))
         await asyncio.wait((sending,), timeout=seconds / 200)
@@ -258,6 +363,7 @@ async def watched(
     print(json.dumps({"start_mib": readings[0], "middle_mib": middle, "end_mib": last}))
     counts += await largest
     await slow
+    await killing
     p99 = float(np.percentile(await health, 99))
     watcher.shutdown()
     return counts, last / middle - 1, p99
@@ -272,6 +378,19 @@ def serve_models(folder: Path) -> tuple[list[str], Traffic]:
     }
     models = [bytetx.load(path, device="cpu") for path in paths.values()]
     arguments = [part for name, path in paths.items() for part in ("--model", f"{name}={path}")]
+    others = {
+        "ranker": save_checkpoint(
+            folder / "ranker", head="ForSequenceClassification", num_labels=1
+        ),
+        "tagger": save_checkpoint(folder / "tagger", head="ForTokenClassification"),
+        "extractor": save_extractor(folder / "extractor"),
+        "decider": save_decider(folder / "decider"),
+    }
+    arguments += [part for name, path in others.items() for part in ("--model", f"{name}={path}")]
+    for base, name, kind in _ADAPTERS:
+        adapter = folder / f"{base}-{name}"
+        save_adapter(paths[base], adapter, kind, seed=len(name), r=4, target_modules="all-linear")
+        arguments += ["--adapter", f"{base}:{name}={adapter}"]
     return [*arguments, "--api-key", KEY], Traffic(*models)
 
 
@@ -281,19 +400,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size.add_argument("--minutes", type=float)
     size.add_argument("--requests", type=int)
     parser.add_argument("--frontends", default="1")
+    parser.add_argument("--kills", type=int, default=0, help="of the engine process")
+    parser.add_argument("--serve", default="", help="more arguments of the server")
     parser.add_argument("--log", type=Path, help="keep the server's log there")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         arguments, traffic = serve_models(Path(name))
         log = options.log or Path(name) / "log"
-        arguments += ["--frontends", options.frontends]
+        arguments += ["--frontends", options.frontends, *shlex.split(options.serve)]
         with start_server(arguments, log=log, ends_with_us=True) as server:
             growth = health = 0.0
+            traffic.learn(server.url)
+            traffic.is_killed = options.kills > 0
             if options.requests is not None:
                 most = options.requests
                 counts = asyncio.run(send(server.url, traffic, until=lambda sent: sent >= most))
             else:
-                counts, growth, health = asyncio.run(watched(server, traffic, 60 * options.minutes))
+                seconds = 60 * options.minutes
+                counts, growth, health = asyncio.run(
+                    watched(server, traffic, seconds, kills=options.kills)
+                )
             server.wait_until_idle()
             assert server.stop() == 0
             assert "Traceback" not in server.read_log()
