@@ -34,8 +34,8 @@ T = TypeVar("T")
 _CUT_OR_JOINED = {"overflow", "stride", "precision", "ranges"}
 # Options that one value has for all texts of a call, or a list one for each.
 _OF_EACH = ("adapter", "task")
-# The event loop, the model and the options of calls that may run as one.
-_GroupKey = tuple[asyncio.AbstractEventLoop, Model, str]
+# The event loop, the model, the priority and the options of calls that may run as one.
+_GroupKey = tuple[asyncio.AbstractEventLoop, Model, int, str]
 
 
 class AsyncModel(AsyncModelTasks):
@@ -79,6 +79,7 @@ class AsyncModel(AsyncModelTasks):
         self._group: PromptGroup | None = None
         # Options of every call: the adapter or the task that a view is of.
         self._own: dict[str, str] = {}
+        self._priority = 0  # of calls that name none
         self._groups: dict[_GroupKey, EmbedGroup] = {}
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)
@@ -128,6 +129,12 @@ class AsyncModel(AsyncModelTasks):
         where they can have one."""
         view, given = copy(self), {"adapter": adapter, "task": task}
         view._own = {name: value for name, value in given.items() if value is not None}
+        return view
+
+    def _prioritised(self, priority: int) -> "AsyncModel":
+        """The same queue for calls of that priority."""
+        view = copy(self)
+        view._priority = priority
         return view
 
     def with_own(self, spec: TaskSpec, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +205,7 @@ class AsyncModel(AsyncModelTasks):
         has_one = all(isinstance(options.get(name), str | None) for name in _OF_EACH)
         if _CUT_OR_JOINED & options.keys() or not has_one:
             return loop.create_task(self.embed(texts, **options))
-        key = loop, self._model, repr(sorted(options.items()))
+        key = loop, self._model, self._priority, repr(sorted(options.items()))
         group = self._groups.get(key)
         answer = None if group is None else group.add(texts)
         if answer is None:
@@ -218,7 +225,11 @@ class AsyncModel(AsyncModelTasks):
         """The run of all texts of a group."""
         engine, call = self.embed_call(texts, options)
         return AsyncRun(
-            call, engine, self._pool, max_window_texts=self._max_window_texts, priority=0
+            call,
+            engine,
+            self._pool,
+            max_window_texts=self._max_window_texts,
+            priority=self._priority,
         )
 
     def embed_call(
@@ -237,7 +248,8 @@ class AsyncModel(AsyncModelTasks):
     def _run_one(
         self, spec: TaskSpec, inputs: tuple[Any, ...], given: dict[str, Any]
     ) -> AsyncGeneration:
-        priority, timeout_s = given.pop("priority", 0), given.pop("timeout_s", None)
+        priority = given.pop("priority", self._priority)
+        timeout_s = given.pop("timeout_s", None)
         bound, options = spec.bind(inputs, self.with_own(spec, given))
         call: PromptCall[AsyncGeneration] = spec.start(self._model.context, *bound, options)
         check_integer("priority", priority)
@@ -259,7 +271,8 @@ class AsyncModel(AsyncModelTasks):
         self, spec: TaskSpec, inputs: tuple[Any, ...], given: dict[str, Any]
     ) -> Any:
         has_run_options = "priority" in given or "timeout_s" in given
-        priority, timeout_s = given.pop("priority", 0), given.pop("timeout_s", None)
+        priority = given.pop("priority", self._priority)
+        timeout_s = given.pop("timeout_s", None)
         bound, options = spec.bind(inputs, self.with_own(spec, given))
         make = partial(self._model._call, spec, bound, options)
         if spec.is_slow(self._model.context, *bound, options):

@@ -193,9 +193,9 @@ class Scheduler:
 
     Decode rows come first; prompts fill the rest of the budget and are cut into prefill chunks
     where they do not fit.  Sequences are admitted by priority, then in order of arrival, and never
-    overtake another one of the same priority.  When pages run out, the last sequence in that order
-    is preempted: it loses its pages and is recomputed later.  The first one is never preempted, so
-    every sequence ends.
+    overtake another one of the same priority.  When pages run out, or one of a better class waits
+    for a slot or for pages, the last sequence in that order is preempted: it loses its pages and is
+    recomputed later.  The first one is never preempted, so every sequence ends.
 
     The pages that a step fills are in the prefix cache as soon as the step is planned.  Other
     sequences may use them even in the same step, because every layer writes the keys and values of
@@ -293,6 +293,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plans the next forward pass; it has no rows where there is no work."""
         step = self._begin_step()
+        if self._num_waiting:
+            self._yield_to_waiting(step)
         rows, last = step.rows, self.pages.page_size - 1
         for sequence in self._running:  # only those at the end are preempted meanwhile
             start, num_tokens = sequence.num_computed, sequence.num_tokens
@@ -421,6 +423,16 @@ class Scheduler:
             step.num_preempted += 1
         held = len(sequence.pages) + pages.num_available
         return held * pages.page_size - sequence.num_computed
+
+    def _yield_to_waiting(self, step: "_StepBuilder") -> None:
+        """Preempts running sequences of worse classes until the first waiting one has room."""
+        first, running = self._peek_waiting(), self._running
+        while first is not None and running and first.priority < running[-1].priority:
+            reserved = sum(self._num_pages_missing(one) for one in (first, *running))
+            if self._free_slots and reserved + len(running) <= self.pages.num_available:
+                return
+            self._preempt(running[-1])
+            step.num_preempted += 1
 
     def _schedule_waiting(self, step: "_StepBuilder") -> None:
         """Admits waiting sequences in order until one does not fit.

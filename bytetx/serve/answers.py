@@ -41,7 +41,7 @@ async def run(
     """Runs a task on a model; notes its timings for headers and the record."""
     exchange.facts = facts
     backend = exchange.site.ready_backend()
-    outcome = await backend.run(Call(facts.name, task, inputs, options))
+    outcome = await backend.run(Call(facts.name, task, inputs, options, exchange.priority))
     exchange.result_bytes += _num_bytes(outcome)
     earlier = exchange.timings
     exchange.timings = outcome.timings if earlier is None else outcome.timings.added(earlier)

@@ -12,13 +12,14 @@ class Call:
     """One call of a task.
 
     model: the name it is served under.  task: of engine.TASKS.  inputs, options: values that JSON
-    has, as that task takes them.
+    has, as that task takes them.  priority: lower numbers run first.
     """
 
     model: str
     task: str
     inputs: Any
     options: Mapping[str, Any] = field(default_factory=dict)
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

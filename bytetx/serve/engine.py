@@ -157,7 +157,7 @@ class LocalBackend:
         try:
             if call.task in ("load_adapter", "unload_adapter"):
                 return await self._change_adapter(call)
-            return await TASKS[call.task](self._find(call.model), call)
+            return await TASKS[call.task](self._served_for(call), call)
         except Exception as error:
             raise self._serve_error(error) from error
 
@@ -172,6 +172,13 @@ class LocalBackend:
                 code="model_not_found",
             )
         return found
+
+    def _served_for(self, call: Call) -> ServedModel:
+        """The model of a call, whose queue takes it with the call's priority."""
+        found = self._find(call.model)
+        if not call.priority:
+            return found
+        return replace(found, model=found.model._prioritised(call.priority))
 
     async def _change_adapter(self, call: Call) -> Outcome:
         """Loads or unloads an adapter of a model; the next request knows of it."""
@@ -211,8 +218,7 @@ class LocalBackend:
 
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
         try:
-            served = self._find(call.model)
-            options = dict(call.options)
+            served, options = self._served_for(call), dict(call.options)
             prompt = _prompt(call.inputs, options.pop("chat_template_kwargs", None))
             name, group = options.pop("group", None), PromptGroup()
             if name is not None:

@@ -145,6 +145,7 @@ class Exchange(Request):
     first_token_seconds: float | None = None
     token_seconds: float | None = None
     num_ignored_fields: int = 0
+    priority: int = 0  # in the engine's queue; lower numbers run first
     result_bytes: int = 0  # memory of the results that the answer is written from
 
     @property

@@ -70,7 +70,7 @@ class EngineClient:
         await self._is_connected.wait()
 
     async def run(self, call: Call) -> Outcome:
-        sent = self._rings.start(call)
+        sent = None if call.priority else self._rings.start(call)  # a ring has one class
         if sent is not None:
             try:
                 outcome = await sent.answer
@@ -199,7 +199,7 @@ def _send(protocol: FrameProtocol, header: dict[str, Any]) -> None:
 
 
 def _call_row(call: Call) -> list[Any]:
-    return [call.model, call.task, call.inputs, call.options]
+    return [call.model, call.task, call.inputs, call.options, call.priority]
 
 
 def _error(row: list[Any]) -> ServeError:

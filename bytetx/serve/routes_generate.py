@@ -78,7 +78,8 @@ class PromptRequest:
         options = self.options
         if len(self.prompts) > 1:  # each is a call, and the limits are those of the request
             options = options | {"group": uuid.uuid4().hex}
-        calls = [Call(self.facts.name, "generate", p, options) for p in self.prompts]
+        name, priority = self.facts.name, self.exchange.priority
+        calls = [Call(name, "generate", prompt, options, priority) for prompt in self.prompts]
         site.open_logprobs(self.num_logprobs)
         try:
             async with aclosing(_merged([backend.generate(call) for call in calls])) as merged:

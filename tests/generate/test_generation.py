@@ -168,6 +168,22 @@ def test_a_lower_priority_number_starts_first() -> None:
     assert list(run.started) == [early, late]
 
 
+@pytest.mark.parametrize("size", [{"max_num_seqs": 2}, {"num_pages": 10, "page_size": 4}])
+def test_a_better_class_waits_no_longer_than_a_step_for_a_slot_or_pages(size: dict) -> None:
+    run = run_of(**size)
+    bulk = [SequenceState([number] * 8, 12, priority=1) for number in (1, 2)]
+    for sequence in bulk:
+        run.scheduler.add(sequence)
+    run.step()
+    first = SequenceState([3] * 16, 4)
+    run.scheduler.add(first)
+    plan = run.step()
+    assert plan.rows[-1].sequence is first and plan.num_preempted == 1
+    run.finish()
+    expected = [FakeModel(num_pages=1, page_size=1).alone([n] * 8, 12) for n in (1, 2)]
+    assert [sequence.output_ids for sequence in bulk] == expected
+
+
 def test_prompts_are_cut_and_share_steps_with_decode_rows() -> None:
     run = run_of(num_pages=32, token_budget=8)
     short, long = SequenceState([1, 2], 8), SequenceState(list(range(30)), 1)
