@@ -148,6 +148,12 @@ _FLAGS = {
             "Seconds for running requests after SIGTERM.", setting="shutdown_timeout_s"
         ),
     },
+    "Batches": {
+        "batch_dir": _Flag(
+            "Folder of files and batches: turns on /v1/files and /v1/batches, which run at low "
+            "priority and go on after a restart."
+        ),
+    },
     "Logs and metrics": {
         "prometheus_port": _Flag("Metrics on a port of their own, too."),
         "metrics_names": _Flag("te: TEI's names as well."),
@@ -202,6 +208,8 @@ def serve(**given: Any) -> None:
     if given["grpc_port"] is not None:
         needed = ("grpc", "grpc_health", "grpc_reflection", "grpc_tools")
         _need_packages(needed, what="--grpc-port", extra="serve,grpc")
+    if given["batch_dir"] is not None:
+        _need_packages(("python_multipart",), what="--batch-dir", extra="serve")
     models, names = given["model"] or (), given["served_model_name"] or ()
     sources = model_sources(models, names)
     are_named = bool(names) or any("=" in text for text in models)

@@ -1,6 +1,7 @@
 """The application: every route, its OpenAPI page, and the Gateway around them."""
 
 from collections.abc import Mapping
+from inspect import Parameter, Signature
 from typing import Any
 
 from fastapi import FastAPI
@@ -11,6 +12,7 @@ from starlette.types import ASGIApp
 import bytetx
 from bytetx.serve import (
     routes_adapters,
+    routes_batches,
     routes_cohere,
     routes_decide,
     routes_generate,
@@ -75,7 +77,13 @@ def _post(path: str, endpoint: Any, body: Any) -> tuple[tuple[str, str], Route]:
 
 
 def _get(path: str, endpoint: Any, *, is_open: bool = False) -> tuple[tuple[str, str], Route]:
-    return ("GET", path), Route(path, endpoint, is_open=is_open, is_limited=False)
+    return _at("GET", path, endpoint, is_open=is_open)
+
+
+def _at(
+    method: str, path: str, endpoint: Any, *, is_open: bool = False
+) -> tuple[tuple[str, str], Route]:
+    return (method, path), Route(path, endpoint, is_open=is_open, is_limited=False)
 
 
 ROUTES: Mapping[tuple[str, str], Route] = dict(
@@ -113,6 +121,15 @@ ROUTES: Mapping[tuple[str, str], Route] = dict(
         _post(
             "/v1/chat/completions", routes_generate.chat_completions, schemas_generate.ChatRequest
         ),
+        _at("POST", "/v1/files", routes_batches.create_file),
+        _get("/v1/files", routes_batches.list_files),
+        _get("/v1/files/{id}", routes_batches.get_file),
+        _get("/v1/files/{id}/content", routes_batches.get_content),
+        _at("DELETE", "/v1/files/{id}", routes_batches.delete_file),
+        _post("/v1/batches", routes_batches.create_batch, schemas.BatchRequest),
+        _get("/v1/batches", routes_batches.list_batches),
+        _get("/v1/batches/{id}", routes_batches.get_batch),
+        _at("POST", "/v1/batches/{id}/cancel", routes_batches.cancel_batch),
         _get("/v1/models", routes_openai.list_models),
         _get("/info", routes_ops.info),
         _get("/stats.json", routes_ops.stats),
@@ -159,8 +176,18 @@ def _document(app: FastAPI, method: str, path: str, route: Route) -> None:
         for status, text in errors.items()
     }
     declared = _stub(route)
+    if "{id}" in path:
+        declared.__annotations__["id"] = str
+        declared.__signature__ = Signature(
+            [Parameter("id", Parameter.KEYWORD_ONLY, annotation=str)]
+        )
     extra: dict[str, Any] = {}
-    if method == "POST" and route.body is None:
+    if path == "/v1/files" and method == "POST":
+        form = {"file": {"type": "string", "format": "binary"}, "purpose": {"const": "batch"}}
+        schema_of_form = {"type": "object", "properties": form, "required": list(form)}
+        content = {"multipart/form-data": {"schema": schema_of_form}}
+        extra["requestBody"] = {"required": True, "content": content}
+    elif method == "POST" and route.is_limited and route.body is None:
         one_of = {"schema": {"type": "object", "properties": {"inputs": {}}}}
         extra["requestBody"] = {"required": True, "content": {"application/json": one_of}}
     app.add_api_route(

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 ABORT = "bytetx.abort"  # the scope's extension that drops the client
+RENEW = "bytetx.renew"  # and the one that gives the rest of a long body BODY_S again
 KEEP_ALIVE_S = 75  # that a connection may be idle between requests
 HEAD_S = 20.0  # from the first byte, or the connection, to the end of the headers
 BODY_S = 30.0  # from there to the end of the body
@@ -232,8 +233,11 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        extensions: dict[str, Any] = {ABORT: self.transport.abort}
+        extensions: dict[str, Any] = {ABORT: self.transport.abort, RENEW: self._renew}
         self.scope["extensions"] = extensions
+
+    def _renew(self) -> None:
+        self.changed = self.loop.time()
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))

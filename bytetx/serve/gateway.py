@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bytetx.errors import shown
@@ -177,6 +178,9 @@ class Gateway:
     def __init__(self, site: Site, app: FastAPI, routes: Mapping[tuple[str, str], Route]):
         self._site, self._app, self._routes = site, app, routes
         self._paths = {path for _, path in routes}
+        self._templates = [
+            (compile_path(path)[0], path) for path in sorted(self._paths) if "{" in path
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -209,13 +213,19 @@ class Gateway:
                 span.set_attribute("bytetx.tokens", exchange.timings.num_tokens)
 
     def _path(self, path: str, exchange: Exchange) -> str:
-        """The path without /models/NAME, which names the model; of several the longest name."""
+        """The path as it is declared, without /models/NAME, which names the model; of several the
+        longest name."""
         if path.startswith("/models/"):
             names = (model.name for model in self._site.models())
             named = [name for name in names if f"{path}/".startswith(f"/models/{name}/")]
             if named:
                 exchange.model_name = max(named, key=len)
-                return path[len(f"/models/{exchange.model_name}") :] or "/"
+                path = path[len(f"/models/{exchange.model_name}") :] or "/"
+        for pattern, template in self._templates:
+            found = pattern.match(path)
+            if found is not None:
+                exchange.scope["path_params"] = found.groupdict()
+                return template
         return path
 
     async def _serve(self, exchange: Exchange, path: str, headers: Mapping[bytes, bytes]) -> int:

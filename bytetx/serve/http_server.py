@@ -17,7 +17,8 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bytetx.errors import OptionError
-from bytetx.serve.app import build_app
+from bytetx.serve.app import ROUTES, build_app
+from bytetx.serve.batch_runner import BatchRunner
 from bytetx.serve.connections import KEEP_ALIVE_S, Connections, is_readable, max_connections
 from bytetx.serve.interpreter import settle_interpreter
 from bytetx.serve.records import METRICS_TYPE, Recorder
@@ -91,9 +92,13 @@ async def run_site(
     connections = servers[0].connections
     if interface is not None:
         await interface.start()
+    batches: asyncio.Task[None] | None = None
     try:
         if await _start(site, start, ends):
             site.phase = "ready"
+            if site.batches is not None:
+                runner = BatchRunner(site, site.batches, ROUTES)
+                batches = asyncio.create_task(runner.run())
             settle_interpreter()
             if interface is not None:
                 await interface.say_ready()
@@ -101,6 +106,8 @@ async def run_site(
             await ends.wait()
             if interface is not None:
                 await interface.say_draining()
+            if batches is not None:
+                await _cancel(batches)  # what it has begun is run again at the next start
             await _drain(site, connections, ends)
         site.phase = "draining"
         await _say_farewell(site, connections, sockets, ends)
@@ -114,6 +121,11 @@ async def run_site(
         if site.tracer is not None:
             await asyncio.to_thread(site.tracer.close)
     logger.info("ended")
+
+
+async def _cancel(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.wait((task,))
 
 
 def _grpc_server(app: ASGIApp, settings: ServeSettings, listener: socket.socket) -> "GrpcServer":

@@ -27,6 +27,7 @@ from prometheus_client.utils import floatToGoString
 from bytetx.encode.request import StepStats
 from bytetx.serve.engine import ServedModel
 from bytetx.serve.records import (
+    BATCH_LINE,
     COMPUTE,
     ENDED,
     FIRST_TOKEN,
@@ -72,6 +73,8 @@ class StatusWindow:
             return
         self._tokens += int(rows[:, TOKENS].sum())
         self._truncated += int(rows[:, TRUNCATED].sum())
+        if kind.route.startswith(BATCH_LINE):
+            return
         self._answers.append(rows[:, [ENDED, SECONDS, TOKENS]])
         self._num_answers += len(rows)
         while self._num_answers - len(self._answers[0]) >= _MOST_ANSWERS:
@@ -256,17 +259,19 @@ class Metrics:
         self.window.add(kind, rows)
         if not kind.is_timed:
             return
+        texts, tokens, truncated = rows[:, TEXTS], rows[:, TOKENS], rows[:, TRUNCATED].sum()
+        self._child(self._inputs, kind.model).inc(texts.sum())
+        self._child(self._tokens, kind.model).inc(tokens.sum())
+        if truncated:
+            self._child(self._truncated, kind.model).inc(truncated)
+        has_texts = texts > 0
+        self._input_tokens.observe(tokens[has_texts] / texts[has_texts])
+        if kind.route.startswith(BATCH_LINE):
+            return
         self._duration.observe(rows[:, SECONDS])
         self._tokenize.observe(rows[:, TOKENIZE])
         self._queue.observe(rows[:, QUEUE])
         self._inference.observe(rows[:, COMPUTE])
-        texts, tokens, truncated = rows[:, TEXTS], rows[:, TOKENS], rows[:, TRUNCATED].sum()
-        self._child(self._inputs, kind.model).inc(texts.sum())
-        self._child(self._tokens, kind.model).inc(tokens.sum())
-        has_texts = texts > 0
-        self._input_tokens.observe(tokens[has_texts] / texts[has_texts])
-        if truncated:
-            self._child(self._truncated, kind.model).inc(truncated)
         self._first_token.observe(_given(rows[:, FIRST_TOKEN]))
         self._next_token.observe(_given(rows[:, NEXT_TOKEN]))
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from bytetx.serve.calls import Timings
 
+BATCH_LINE = "batch:"  # before the route of a line of a batch, for which nobody waits
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text
 
 

@@ -483,6 +483,25 @@ class DecodeRequest(Request):
     model: str | None = None
 
 
+class BatchRequest(OpenRequest):
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"output_expires_after": ()}
+    input_file_id: str
+    endpoint: str = Field(description="The route of all lines, such as /v1/embeddings.")
+    completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,2}h$")] = Field(
+        "24h", description="Hours after which lines that have not run expire, 1h to 168h."
+    )
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Field(max_length=64)],
+                Annotated[str, Field(max_length=512)],
+            ],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+
+
 class VertexRequest(Request):
     """Each instance is a body of POST /."""
 

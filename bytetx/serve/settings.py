@@ -39,6 +39,7 @@ class ServeSettings:
     metrics_names: sets of metric names, of METRICS_NAMES; the first one is always there.
     log_level: the least of LOG_LEVELS that is written.  access_log: a line for each request.
     frontends: processes that share the port; 1 answers in the process that computes.
+    batch_dir: folder of files and batches; None: their routes are off.
     adapters: each NAME=PATH, of the only model, or MODEL:NAME=PATH.
     """
 
@@ -86,6 +87,7 @@ class ServeSettings:
     shutdown_timeout_s: float = 30.0
     frontends: int = 1
     adapters: Sequence[str] = ()
+    batch_dir: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -182,6 +184,6 @@ def read_settings(line: bytes) -> ServeSettings:
     """The settings of settings_line."""
     given: dict[str, Any] = json.loads(line)
     given["models"] = [ModelSource(**model) for model in given["models"]]
-    if given["uds_path"] is not None:
-        given["uds_path"] = Path(given["uds_path"])
+    for name in ("uds_path", "batch_dir"):
+        given[name] = None if given[name] is None else Path(given[name])
     return ServeSettings(**given)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, TypeVar
 
 from bytetx.errors import shown
+from bytetx.serve.batch_store import BatchStore
 from bytetx.serve.calls import ModelFacts, ServeBackend
 from bytetx.serve.errors import ServeError
 from bytetx.serve.logprobs import MAX_OPEN_LOGPROBS
@@ -50,6 +51,8 @@ class Site:
     ):
         self.settings, self.recorder, self.tracer = settings, recorder, tracer
         self.backend: ServeBackend | None = None
+        folder = settings.batch_dir
+        self.batches = None if folder is None else BatchStore(folder)
         self.phase: Phase = "starting"
         self.num_running = 0
         self._num_logprobs = 0
@@ -76,6 +79,8 @@ class Site:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.batches is not None:
+            self.batches.close()
 
     @property
     def is_ready(self) -> bool:
