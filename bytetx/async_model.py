@@ -79,7 +79,7 @@ class AsyncModel(AsyncModelTasks):
         self._group: PromptGroup | None = None
         # Options of every call: the adapter or the task that a view is of.
         self._own: dict[str, str] = {}
-        self._priority = 0  # of calls that name none
+        self._priority = 0  # where a call names none
         self._groups: dict[_GroupKey, EmbedGroup] = {}
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)

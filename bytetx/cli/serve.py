@@ -224,6 +224,10 @@ def serve(**given: Any) -> None:
     values["log_level"] = values["log_level"].lower()
     accepts_any = len(sources) == 1 and not are_named
     settings = ServeSettings(sources, accepts_any_name=accepts_any, **values)
+    if settings.batch_dir is not None:  # said here once, not by each process
+        from bytetx.serve.batch_store import BatchStore
+
+        BatchStore(settings.batch_dir).close()
     replicas = given["replicas"]
     if replicas > 1:
         import os

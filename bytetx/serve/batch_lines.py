@@ -14,8 +14,8 @@ from bytetx.serve.balance import estimate_tokens
 from bytetx.serve.batch_store import BatchStore, result_id
 from bytetx.serve.calls import Call
 
-MAX_LINES = 50_000  # of a batch; as OpenAI has it
-_ENVELOPE_BYTES = 4096  # of a line, beside its body
+MAX_LINES = 50_000  # in a batch; as OpenAI has it
+_ENVELOPE_BYTES = 4096  # a line may have beside its body
 _PART_BYTES = 1 << 20  # that are read at a time
 _MAX_CUSTOM_ID = 512  # characters
 _RECORD = re.compile(rb'\{"id":"batch_req_[0-9a-f]{40}_(\d+)"')
@@ -23,7 +23,7 @@ _FIELDS = {"custom_id", "method", "url", "body"}
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """One request of a batch.
 
     number: from 1.  tokens: about how many its body has.  problem: (code, message) of a line that
@@ -53,11 +53,11 @@ def count_lines(path: Path) -> int:
 
 def read_lines(
     path: Path, *, endpoint: str, max_body_bytes: int, done: Set[int]
-) -> Iterator[list[Line]]:
+) -> Iterator[list[BatchLine]]:
     """The lines of a file that are not blank and not done, some at a time.  Raises OSError."""
     custom_ids: set[str] = set()
     with path.open("rb") as file:
-        part, size, number = list[Line](), 0, 0
+        part, size, number = list[BatchLine](), 0, 0
         while text := file.readline(max_body_bytes + _ENVELOPE_BYTES):
             number += 1
             is_whole = text.endswith(b"\n")
@@ -68,7 +68,7 @@ def read_lines(
             line = _line(number, text, endpoint, max_body_bytes)
             if line.custom_id in custom_ids:
                 problem = "duplicate_custom_id", f"line {number}: its custom_id was there before"
-                line = Line(number, line.custom_id, problem=problem)
+                line = BatchLine(number, line.custom_id, problem=problem)
             elif line.custom_id is not None:
                 custom_ids.add(line.custom_id)
             if number in done:
@@ -81,7 +81,7 @@ def read_lines(
         yield part
 
 
-def _line(number: int, text: bytes, endpoint: str, max_body_bytes: int) -> Line:
+def _line(number: int, text: bytes, endpoint: str, max_body_bytes: int) -> BatchLine:
     custom_id = None
     try:
         given = orjson.loads(text)
@@ -107,10 +107,10 @@ def _line(number: int, text: bytes, endpoint: str, max_body_bytes: int) -> Line:
     except (ValueError, TypeError) as error:  # orjson writes less deep than it reads
         is_json = not isinstance(error, orjson.JSONDecodeError)
         reason = error if is_json else "it is no JSON, or longer than --payload-limit"
-        return Line(number, custom_id, problem=("invalid_line", f"line {number}: {reason}"))
+        return BatchLine(number, custom_id, problem=("invalid_line", f"line {number}: {reason}"))
     model, n = body.get("model"), body.get("n")
     outputs = n if type(n) is int and n > 0 else 1
-    return Line(
+    return BatchLine(
         number,
         custom_id,
         written,
@@ -155,7 +155,7 @@ class Journal:
         os.ftruncate(self._files[kind], size)
         self._sizes[kind] = size
 
-    def add_response(self, line: Line, status: int, request_id: str, body: bytes) -> None:
+    def add_response(self, line: BatchLine, status: int, request_id: str, body: bytes) -> None:
         """Appends the answer of a line's route; raises OSError, and then nothing was appended.
 
         body: JSON, in one line.
@@ -164,11 +164,11 @@ class Journal:
         response = head + b',"body":' + body + b"}"
         self._append("output" if status == 200 else "error", line, response, b"null")
 
-    def add_error(self, line: Line, code: str, message: str) -> None:
+    def add_error(self, line: BatchLine, code: str, message: str) -> None:
         """As add_response, of a line that was not run."""
         self._append("error", line, b"null", orjson.dumps({"code": code, "message": message}))
 
-    def _append(self, kind: str, line: Line, response: bytes, error: bytes) -> None:
+    def _append(self, kind: str, line: BatchLine, response: bytes, error: bytes) -> None:
         name = f"batch_req_{self._batch.removeprefix('batch_')}_{line.number}"
         head = orjson.dumps({"id": name, "custom_id": line.custom_id})[:-1]
         record = head + b',"response":' + response + b',"error":' + error + b"}\n"

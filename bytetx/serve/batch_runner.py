@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from bytetx.serve.answers import LongJson
-from bytetx.serve.batch_lines import MAX_LINES, Journal, Line, count_lines, read_lines
+from bytetx.serve.batch_lines import MAX_LINES, BatchLine, Journal, count_lines, read_lines
 from bytetx.serve.batch_store import BatchStore
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.gateway import Exchange, Route, parse
@@ -33,7 +33,7 @@ logger = logging.getLogger("bytetx.serve")
 
 _PRIORITY = 1  # requests have 0
 _IDLE_SHARE, _BUSY_SHARE = 2, 8  # parts of a step's tokens that lines in flight may have
-_LINE_SHARE = 4  # of --max-concurrent-requests, for the number of lines in flight
+_LINE_SHARE = 4  # the part of --max-concurrent-requests that lines in flight may be
 _MAX_RUNNING = 8  # batches at a time, which take turns
 _POLL_S = 1.0  # for what other processes do, and for the progress that they see
 _FAULT_S = 10.0  # before a batch is tried again whose files could not be read or written
@@ -54,7 +54,7 @@ class _Run:
     batch: dict[str, Any]
     stop_code: str | None = None
     lines: set["asyncio.Task[None]"] = field(default_factory=set)
-    stopped: list[Line] = field(default_factory=list)
+    stopped: list[BatchLine] = field(default_factory=list)
     journal: Journal | None = None
     saving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -71,7 +71,7 @@ class BatchRunner:
         self._site, self._store, self._routes = site, store, routes
         self._runs: dict[str, _Run] = {}
         self._ended: set[str] = set()  # ids of batches that are not looked at any more
-        self._turn = asyncio.Lock()  # of the line that waits for room; the others wait for it
+        self._turn = asyncio.Lock()  # held by the line that waits for room
         self._has_room, self._is_changed = asyncio.Event(), asyncio.Event()
         self._num_lines = self._num_tokens = 0  # in flight
 
@@ -185,7 +185,7 @@ class BatchRunner:
             journal.add_error(line, run.stop_code, _STOPPED[run.stop_code])
         await self._finish(run)
 
-    async def _start_line(self, run: _Run, line: Line, group: asyncio.TaskGroup) -> None:
+    async def _start_line(self, run: _Run, line: BatchLine, group: asyncio.TaskGroup) -> None:
         assert run.journal is not None
         if line.problem is None and run.stop_code is None:
             await self._wait_for_room(line)
@@ -200,14 +200,14 @@ class BatchRunner:
             run.lines.add(task)
             task.add_done_callback(lambda done: self._end_line(run, line, done))
 
-    async def _wait_for_room(self, line: Line) -> None:
+    async def _wait_for_room(self, line: BatchLine) -> None:
         """Lines of several batches take turns; one that is too large runs alone."""
         async with self._turn:
             while self._num_lines and not self._has_room_for(line):
                 self._has_room.clear()
                 await self._has_room.wait()
 
-    def _has_room_for(self, line: Line) -> bool:
+    def _has_room_for(self, line: BatchLine) -> bool:
         site = self._site
         models = {model.name: model for model in site.models()}
         model = models.get(line.model or "", next(iter(models.values()), None))
@@ -216,7 +216,7 @@ class BatchRunner:
         most_lines = max(site.settings.max_concurrent_requests // _LINE_SHARE, 1)
         return self._num_lines < most_lines and self._num_tokens + line.tokens <= budget // share
 
-    def _end_line(self, run: _Run, line: Line, task: "asyncio.Task[None]") -> None:
+    def _end_line(self, run: _Run, line: BatchLine, task: "asyncio.Task[None]") -> None:
         run.lines.discard(task)
         if task.cancelled():  # a task that has not begun runs none of its code then
             run.stopped.append(line)
@@ -224,7 +224,7 @@ class BatchRunner:
         self._num_tokens -= line.tokens
         self._has_room.set()
 
-    async def _answer_line(self, run: _Run, line: Line) -> None:
+    async def _answer_line(self, run: _Run, line: BatchLine) -> None:
         assert run.journal is not None
         endpoint = run.batch["endpoint"]
         exchange = Exchange(
@@ -253,7 +253,7 @@ class BatchRunner:
             )
         )
 
-    async def _answer(self, exchange: Exchange, line: Line) -> tuple[int, str, bytes]:
+    async def _answer(self, exchange: Exchange, line: BatchLine) -> tuple[int, str, bytes]:
         """(status, the kind of its error, the body); waits where the server has no room."""
         route = self._routes["POST", exchange.route]
         while True:

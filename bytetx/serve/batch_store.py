@@ -29,9 +29,9 @@ from bytetx.serve.errors import ServeError
 
 T = TypeVar("T")
 
-MAX_FILE_BYTES = 200 << 20  # of an upload; as OpenAI has it
+MAX_FILE_BYTES = 200 << 20  # an upload may have; as OpenAI has it
 MAX_FILES, MAX_BATCHES = 10_000, 10_000
-_MIN_FREE_BYTES = 1 << 30  # of the disk, so that results of what runs can be written
+_MIN_FREE_BYTES = 1 << 30  # left on the disk, for results of what runs
 _KEPT_S = 30 * 24 * 3600  # that an ended batch is listed
 _ABANDONED_S = 24 * 3600  # after which a content that nothing refers to is no upload any more
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{40}")
@@ -97,7 +97,7 @@ class BatchStore:
         return found
 
     def file(self, name: str) -> dict[str, Any]:
-        """What the routes say of a file; ServeError where there is none of that id."""
+        """Return the routes' fields of a file; ServeError where there is none of that id."""
         return _read(self._files, name, "file-")
 
     def content_path(self, name: str) -> Path:
@@ -153,7 +153,7 @@ class BatchStore:
         _write(self._batches / f"{batch['id']}.json", batch)
 
     def batch(self, name: str) -> dict[str, Any]:
-        """What the routes say of a batch; ServeError where there is none of that id."""
+        """Return the routes' fields of a batch; ServeError where there is none of that id."""
         return self._with_cancelling(_read(self._batches, name, "batch_"))
 
     def batches(self, *, after: str | None, limit: int) -> list[dict[str, Any]]:

@@ -157,12 +157,15 @@ class LocalBackend:
         try:
             if call.task in ("load_adapter", "unload_adapter"):
                 return await self._change_adapter(call)
-            return await TASKS[call.task](self._served_for(call), call)
+            return await TASKS[call.task](self._find(call.model, call.priority), call)
         except Exception as error:
             raise self._serve_error(error) from error
 
-    def _find(self, name: str) -> ServedModel:
-        """ServeError for an adapter that was unloaded since its name was looked up."""
+    def _find(self, name: str, priority: int = 0) -> ServedModel:
+        """A model, whose queue takes calls with that priority.
+
+        ServeError for an adapter that was unloaded since its name was looked up.
+        """
         found = self._served.get(name) or self._adapted.get(name)
         if found is None:
             raise ServeError(
@@ -171,14 +174,9 @@ class LocalBackend:
                 param="model",
                 code="model_not_found",
             )
+        if priority:
+            return replace(found, model=found.model._prioritised(priority))
         return found
-
-    def _served_for(self, call: Call) -> ServedModel:
-        """The model of a call, whose queue takes it with the call's priority."""
-        found = self._find(call.model)
-        if not call.priority:
-            return found
-        return replace(found, model=found.model._prioritised(call.priority))
 
     async def _change_adapter(self, call: Call) -> Outcome:
         """Loads or unloads an adapter of a model; the next request knows of it."""
@@ -218,7 +216,8 @@ class LocalBackend:
 
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
         try:
-            served, options = self._served_for(call), dict(call.options)
+            served = self._find(call.model, call.priority)
+            options = dict(call.options)
             prompt = _prompt(call.inputs, options.pop("chat_template_kwargs", None))
             name, group = options.pop("group", None), PromptGroup()
             if name is not None:

@@ -25,7 +25,7 @@ ENDPOINTS = (
     *("/embed_sparse", "/predict", "/predict_tokens", "/extract", "/fill_schema", "/rerank"),
     *("/similarity", "/classify", "/pooling", "/tasks"),
 )
-_FORM_BYTES = 1 << 16  # of an upload, beside its file
+_FORM_BYTES = 1 << 16  # an upload may have beside its file
 _MAX_UPLOADS = 4  # at a time, of a process: each has its bytes in a temporary file first
 _LEAST_RATE = 100_000  # bytes a second of an upload that may take longer than other bodies
 _MAX_FILENAME = 255

@@ -332,5 +332,7 @@ def test_arguments_of_the_command_line_are_read_and_checked(tmp_path: Path) -> N
             app({"model": str(tmp_path), wrong: "x"})
     with pytest.raises(OptionError, match="min_replicas must be at least 1 and at most"):
         replace(Scale(), min_replicas=3)
+    with pytest.raises(OptionError, match="runs no batches"):
+        app({"model": str(tmp_path), "batch_dir": str(tmp_path)})
     with pytest.raises(OptionError, match="no model was named"):
         app({})

@@ -395,12 +395,17 @@ def test_settings_cross_a_process(tmp_path: Path) -> None:
         model_sources(["a=b", "c"]),
         api_keys=("k",),
         uds_path=tmp_path,
+        batch_dir=tmp_path / "b",
         max_batch_tokens=5,
         metrics_names=("te",),
     )
     again = read_settings(settings_line(settings))
     assert list(again.models) == list(settings.models) and again.uds_path == tmp_path
     assert (list(again.api_keys), again.max_batch_tokens) == (["k"], 5)
+    assert (
+        again.batch_dir == settings.batch_dir
+        and read_settings(settings_line(replace(settings, batch_dir=None))).batch_dir is None
+    )
 
 
 def test_a_call_that_is_cancelled_before_it_starts_leaves_no_coroutine(
