@@ -57,8 +57,8 @@ class StatusWindow:
 
     def __init__(self) -> None:
         self._start = time.time()
-        # Rows (time, seconds, tokens) of the latest answers, as they came.
-        self._answers: deque[np.ndarray] = deque()
+        # Routes, and rows (time, seconds, tokens) of the latest answers, as they came.
+        self._answers: deque[tuple[str, np.ndarray]] = deque()
         self._num_answers = 0
         self._requests = self._tokens = self._truncated = self._errors = 0
 
@@ -75,22 +75,24 @@ class StatusWindow:
         self._truncated += int(rows[:, TRUNCATED].sum())
         if kind.route.startswith(BATCH_LINE):
             return
-        self._answers.append(rows[:, [ENDED, SECONDS, TOKENS]])
+        self._answers.append((kind.route, rows[:, [ENDED, SECONDS, TOKENS]]))
         self._num_answers += len(rows)
-        while self._num_answers - len(self._answers[0]) >= _MOST_ANSWERS:
-            self._num_answers -= len(self._answers.popleft())
+        while self._num_answers - len(self._answers[0][1]) >= _MOST_ANSWERS:
+            self._num_answers -= len(self._answers.popleft()[1])
 
     def json(self, served: Sequence[ServedModel], stats: AsyncStats) -> bytes:
         """The document of GET /stats.json; docs/serving.md describes it."""
         now = time.time()
-        answers = np.concatenate([np.empty((0, 3)), *self._answers])
-        recent = answers[answers[:, 0] > now - WINDOW_S]
+        routes: dict[str, list[np.ndarray]] = {}
+        for route, rows in self._answers:
+            found = rows[rows[:, 0] > now - WINDOW_S]
+            if len(found):
+                routes.setdefault(route, []).append(found)
+        by_route = {route: np.concatenate(found) for route, found in routes.items()}
+        recent = np.concatenate([np.empty((0, 3)), *by_route.values()])
         seconds = max(1.0, min(WINDOW_S, now - self._start))
         if len(recent) >= _MOST_ANSWERS:  # the window reaches back less far
             seconds = max(0.001, now - recent[:, 0].min())
-        percentiles: list[float | None] = [None, None, None]
-        if len(recent):
-            percentiles = np.percentile(recent[:, 1] * 1000, (50, 95, 99)).round(3).tolist()
         return orjson.dumps(
             {
                 "models": [_model(one) for one in served],
@@ -104,11 +106,17 @@ class StatusWindow:
                     "requests_per_s": round(len(recent) / seconds, 2),
                     "tokens_per_s": round(float(recent[:, 2].sum()) / seconds, 1),
                 },
-                "latency_ms": dict(zip(("p50", "p95", "p99"), percentiles, strict=True)),
+                "latency_ms": _percentiles_ms(recent),
+                "routes": [
+                    {"route": route, "requests": len(rows), **_percentiles_ms(rows)}
+                    for route, rows in sorted(by_route.items())
+                ],
                 "totals": {
                     "requests": self._requests,
                     "tokens": self._tokens,
                     "padding_saved_tokens": max(0, stats.padded_tokens - stats.total_tokens),
+                    "text_tokens": stats.total_tokens,
+                    "prefix_saved_tokens": stats.prefix_saved_tokens,
                     "truncated": self._truncated,
                     "errors": self._errors,
                 },
@@ -127,6 +135,14 @@ class StatusWindow:
         )
 
 
+def _percentiles_ms(answers: np.ndarray) -> dict[str, float | None]:
+    """The times of answers.  answers: f64 [num_answers, (time, seconds, tokens)]."""
+    found: list[float | None] = [None, None, None]
+    if len(answers):
+        found = np.percentile(answers[:, 1] * 1000, (50, 95, 99)).round(3).tolist()
+    return dict(zip(("p50", "p95", "p99"), found, strict=True))
+
+
 def _model(one: ServedModel) -> dict[str, object]:
     info = one.facts.info
     return {
@@ -137,6 +153,7 @@ def _model(one: ServedModel) -> dict[str, object]:
         "parameters": info["num_parameters"],
         "max_tokens": info["max_tokens"],
         "tasks": list(one.facts.tasks),
+        "adapters": list(one.model.model.adapters),
     }
 
 

@@ -11,6 +11,7 @@ from bytetx.serve.records import Finished, Recorder
 
 _WAIT_S = 2.0  # for the numbers of another replica; one that is busy starting is left out
 _MOST_STEPS = 120
+_PERCENTILES = ("p50", "p95", "p99")
 _SUMMED = ("queue", "rates", "totals")
 
 
@@ -122,11 +123,20 @@ def merge_stats(every: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         merged[part] = {
             key: round(sum(one[part][key] for one in documents), 2) for key in documents[0][part]
         }
-    merged["latency_ms"] = {
-        key: max(
-            (one["latency_ms"][key] for one in documents if one["latency_ms"][key]), default=None
-        )
-        for key in documents[0]["latency_ms"]
-    }
+    merged["latency_ms"] = _slowest([one["latency_ms"] for one in documents])
+    routes: dict[str, list[Mapping[str, Any]]] = {}
+    for row in (row for one in documents for row in one["routes"]):
+        routes.setdefault(row["route"], []).append(row)
+    merged["routes"] = [
+        {"route": route, "requests": sum(row["requests"] for row in rows)}
+        | _slowest([{key: row[key] for key in _PERCENTILES} for row in rows])
+        for route, rows in sorted(routes.items())
+    ]
     steps = sorted((step for one in documents for step in one["steps"]), key=lambda step: step["t"])
     return merged | {"steps": steps[-_MOST_STEPS:]}
+
+
+def _slowest(latencies: list[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        key: max((one[key] for one in latencies if one[key]), default=None) for key in latencies[0]
+    }

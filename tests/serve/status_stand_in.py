@@ -30,6 +30,7 @@ def stats(num_steps: int = 0, *, name: str = "all-MiniLM-L6-v2") -> dict[str, An
         "qwen3": ["generate"],
         "reranker": ["rerank"],
         "entities": ["tag"],
+        "decider": ["decide"],
     }
     return {
         "models": [
@@ -41,6 +42,7 @@ def stats(num_steps: int = 0, *, name: str = "all-MiniLM-L6-v2") -> dict[str, An
                 "parameters": 22_713_216,
                 "max_tokens": 256,
                 "tasks": names,
+                "adapters": ["legal", "<b>news</b>"] if model == "qwen3" else [],
             }
             for model, names in tasks.items()
         ],
@@ -48,7 +50,16 @@ def stats(num_steps: int = 0, *, name: str = "all-MiniLM-L6-v2") -> dict[str, An
         "queue": {"requests": 3, "tokens": 412, "running": 17},
         "rates": {"requests_per_s": 95.25, "tokens_per_s": 8570.0},
         "latency_ms": {"p50": 41.2, "p95": 96.0, "p99": 1520.0},
+        "routes": [
+            {"route": "/embed", "requests": 9000, "p50": 40.0, "p95": 90.0, "p99": 1200.0},
+            {
+                **{"route": "/v1/chat/completions", "requests": 81},
+                **{"p50": 900.0, "p95": 1500.0, "p99": 12_000.0},
+            },
+        ],
         "totals": {
+            "text_tokens": 7_311_060,
+            "prefix_saved_tokens": 1_462_212,
             "requests": 81234,
             "tokens": 7_311_060,
             "padding_saved_tokens": 12_054_321,

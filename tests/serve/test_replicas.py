@@ -191,6 +191,10 @@ def stats_of(requests: int, p99: float | None, times: list[float]) -> dict[str, 
         "queue": {"requests": requests},
         "rates": {"requests_per_s": requests / 10},
         "latency_ms": {"p99": p99},
+        "routes": [
+            {"route": route, "requests": requests, "p50": 1.0, "p95": p99, "p99": p99}
+            for route in ("/embed", f"/{requests}")
+        ],
         "totals": {"errors": 0, "requests": requests},
         "steps": [{"t": time} for time in times],
     }
@@ -205,6 +209,11 @@ def test_numbers_of_replicas_are_sums_and_the_slowest_latency() -> None:
         "queue": {"requests": 4},
         "rates": {"requests_per_s": 0.4},
         "latency_ms": {"p99": 8.0},
+        "routes": [
+            {"route": "/1", "requests": 1, "p50": 1.0, "p95": 8.0, "p99": 8.0},
+            {"route": "/3", "requests": 3, "p50": 1.0, "p95": None, "p99": None},
+            {"route": "/embed", "requests": 4, "p50": 1.0, "p95": 8.0, "p99": 8.0},
+        ],
         "totals": {"errors": 0, "requests": 4},
         "steps": [{"t": 1.0}, {"t": 2.0}, {"t": 4.0}],
     }

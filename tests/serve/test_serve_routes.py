@@ -476,11 +476,15 @@ def test_stats(in_process: InProcess) -> None:
     assert step["padded_tokens"] == 2 * max(lengths) and step["seconds"] > 0
     saved = stats["totals"]["padding_saved_tokens"] - before
     assert saved == 2 * max(lengths) - sum(lengths) > 0
-    keys = {"models", "uptime_s", "queue", "rates", "latency_ms", "totals", "steps"}
+    keys = {"models", "uptime_s", "queue", "rates", "latency_ms", "routes", "totals", "steps"}
     assert stats.keys() == keys
     assert stats["models"][0].keys() == {
-        *("name", "family", "dtype", "device", "parameters", "max_tokens", "tasks")
+        *("name", "family", "dtype", "device", "parameters", "max_tokens", "tasks", "adapters")
     }
+    (route,) = stats["routes"]
+    assert route.pop("route") == "/embed" and route.pop("requests") == 1
+    assert route == stats["latency_ms"]
+    assert stats["totals"]["prefix_saved_tokens"] == 0 < stats["totals"]["text_tokens"]
     assert stats["totals"]["requests"] == 2 and stats["totals"]["errors"] == 1
     assert (
         stats["totals"]["tokens"] == one.model("embedder").embed(["a", "the fox"]).stats.num_tokens

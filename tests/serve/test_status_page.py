@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from status_stand_in import PAGE, StandIn, stand_in, stats
@@ -21,6 +22,7 @@ QUIET += ["--disable-component-update", "--no-first-run"]
 VECTORS = [[0.6, 0.8, 0.0], [0.8, 0.6, 0.0], [0.0, 0.0, 1.0]]
 TOKENS = [{"id": 101, "text": "[CLS]", "special": True}, {"id": 7, "text": "hello"}]
 MARKUP = "<img src=x onerror=alert(1)>"
+CHANCES = {"choice": MARKUP, "confidence": 0.9, "probabilities": {"a" * 99: 0.1, MARKUP: 0.9}}
 
 
 @dataclass
@@ -108,7 +110,10 @@ def test_it_shows_what_packing_saved_and_how_the_server_does(tab: Tab, server: S
     ]
     assert tab.text("#latency").split() == ["p50", "41", "ms", "p95", "96", "ms", "p99", "1.5", "s"]
     assert "22.7M" in tab.text("#models") and "256 tokens" in tab.text("#models")
-    assert "12.1M" in tab.text("#totals")
+    assert "12.1M" in tab.text("#totals") and "1.5M (20 %)" in tab.text("#totals")
+    rows = [row.split() for row in tab.page.locator("#routes-body tr").all_inner_texts()]
+    assert rows[0] == ["/embed", "9,000", "40", "ms", "90", "ms", "1.2", "s"]
+    assert "<b>news</b>" in tab.text("#models")  # a name is text
     assert lowest_contrast(tab) >= 4.5  # WCAG 2.2, 1.4.3
     assert tab.complaints == []
 
@@ -195,6 +200,13 @@ def test_a_key_is_asked_for_and_forgotten_with_the_page(tab: Tab, server: StandI
             ["c\n0.900", "b\n0.125"],
         ),
         (
+            "decider",
+            "/v1/systemone",
+            {"answers": {"asked": {"noul": 0.75}}},
+            {"state": MARKUP, "questions": {"asked": {"type": "noul", "instructions": "b c"}}},
+            ["yes\n0.750", "no\n0.250"],
+        ),
+        (
             "entities",
             "/predict_tokens",
             [[{"entity_group": "PER", "score": 0.5, "word": "img", "start": 1, "end": 4}]],
@@ -226,7 +238,7 @@ def test_a_text_is_tried_by_the_route_of_its_task(
     tab.page.select_option("#model", model)
     tab.page.fill("#first", MARKUP)
     if tab.page.is_visible("#second"):
-        tab.page.fill("#second", "b\nc")
+        tab.page.fill("#second", "b c" if model == "decider" else "b\nc")
     tab.page.press("#first", "Control+Enter")
     tab.page.wait_for_selector(".tokens")
     assert (route, sent | {"model": model}) in server.seen
@@ -251,12 +263,31 @@ def test_a_text_that_is_refused_shows_the_servers_reason(tab: Tab, server: Stand
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [320, 768])
-def test_it_fits_narrow_screens(tab: Tab, server: StandIn, width: int) -> None:
+@pytest.mark.parametrize("tab", ["light", "dark"], indirect=True)
+@pytest.mark.parametrize("width", [320, 390, 768, 1280])
+def test_it_fits_phones_and_screens(tab: Tab, server: StandIn, width: int, tmp_path: Path) -> None:
+    """A screenshot of the whole page is beside the test's other files."""
+    server.answers["/v1/systemone"] = (200, {"answers": {"asked": CHANCES}})
     tab.page.set_viewport_size({"width": width, "height": 800})
     tab.page.goto(server.url)
     tab.page.wait_for_selector("#chart .column")
+    tab.page.select_option("#model", "decider")
+    tab.page.fill("#first", "W" * 200)
+    tab.page.fill("#second", f"Who?\n{'a' * 99}\n{MARKUP}")
+    tab.page.click("#run")
+    tab.page.wait_for_selector(".scores")
+    tab.page.screenshot(path=tmp_path / "page.png", full_page=True)
     assert tab.page.evaluate("document.documentElement.scrollWidth") == width
+    assert tab.complaints == []
+
+
+@needs_chromium
+def test_a_server_without_models_is_loading_them(tab: Tab, server: StandIn) -> None:
+    server.answers["/stats.json"] = (200, stats(0) | {"models": [], "routes": []})
+    tab.page.goto(server.url)
+    tab.page.wait_for_selector("#main")
+    assert tab.text("#state") == "loading models" and not tab.page.is_visible("#routes")
+    assert tab.complaints == []
 
 
 @needs_chromium

@@ -18,6 +18,7 @@ SHOWN = {
     "Classify": r"LABEL_0",
     "Rerank": r"Best first",
     "Entities": r"spans?",
+    "Decide": r"Probabilities",
     "Generate": r"ended by: (length|stop)",
     "Chat": r"ended by: (length|stop)",
 }
@@ -44,7 +45,7 @@ def test_every_task_of_every_model_can_be_tried(server: Server) -> None:
                 page.select_option("#task", label=task)
                 page.fill("#first", "New York is big")
                 if page.is_visible("#second"):
-                    page.fill("#second", "a\nthe quick brown fox")
+                    page.fill("#second", "a\nthe quick brown fox\na lazy dog")
                 if page.is_visible("#max-tokens"):
                     page.fill("#max-tokens", "4")
                 page.click("#run")
@@ -57,5 +58,5 @@ def test_every_task_of_every_model_can_be_tried(server: Server) -> None:
         saved = page.inner_text("#saved-text")
         browser.close()
     assert complaints == []
-    assert {"Embed", "Sparse", "Classify", "Rerank", "Entities", "Generate"} <= tried
+    assert {"Embed", "Sparse", "Classify", "Rerank", "Entities", "Decide", "Generate"} <= tried
     assert "fewer tokens computed" in saved
