@@ -38,6 +38,13 @@ _MAX_RUNNING = 8  # batches at a time, which take turns
 _POLL_S = 1.0  # for what other processes do, and for the progress that they see
 _FAULT_S = 10.0  # before a batch is tried again whose files could not be read or written
 _MOST_RETRY_S = 5.0
+_SWEEP_S = 3600.0
+_MISSING = "invalid_input_file", "the input file is not there any more"
+_EMPTY = "empty_file", "the input file has no lines"
+_TOO_LONG = (
+    "too_many_lines",
+    f"the input file has more than {MAX_LINES:,} lines; make several of it",
+)
 _STOPPED = {
     "batch_expired": "The line was not run before the completion window of its batch ended.",
     "batch_cancelled": "The line was not run before its batch was cancelled.",
@@ -90,10 +97,13 @@ class BatchRunner:
 
         store.on_change = on_change
         tasks: dict[str, asyncio.Task[None]] = {}
+        swept = -float("inf")
         try:
-            await store.in_thread(store.sweep)
             while True:
                 try:
+                    if time.monotonic() - swept >= _SWEEP_S:
+                        await store.in_thread(store.sweep)
+                        swept = time.monotonic()
                     await self._tick(tasks)
                 except OSError:
                     logger.exception("the folder of batches cannot be read or written")
@@ -162,10 +172,13 @@ class BatchRunner:
     async def _run(self, run: _Run) -> None:
         store, batch = self._store, run.batch
         path = store.content_path(batch["input_file_id"])
+        if not path.exists():
+            await self._fail(run, *_MISSING)
+            return
         if batch["status"] == "validating":
             total = await store.in_thread(count_lines, path)
             if not 0 < total <= MAX_LINES:
-                await self._fail(run, has_lines=total > 0)
+                await self._fail(run, *(_TOO_LONG if total else _EMPTY))
                 return
             counts = {"total": total, "completed": 0, "failed": 0}
             now = int(time.time())
@@ -295,11 +308,7 @@ class BatchRunner:
         await self._save(run, status=status, **published, **{f"{status}_at": int(time.time())})
         logger.info("%s: %s, %s", run.batch["id"], status, run.batch["request_counts"])
 
-    async def _fail(self, run: _Run, *, has_lines: bool) -> None:
-        code, message = "empty_file", "the input file has no lines"
-        if has_lines:
-            code = "too_many_lines"
-            message = f"the input file has more than {MAX_LINES:,} lines; make several of it"
+    async def _fail(self, run: _Run, code: str, message: str) -> None:
         problem = {"code": code, "message": message, "param": "input_file_id", "line": None}
         errors = {"object": "list", "data": [problem]}
         await self._save(run, status="failed", errors=errors, failed_at=int(time.time()))

@@ -128,7 +128,8 @@ class BatchStore:
         """Makes a batch of the caller's fields.  seconds: of its completion window."""
         if _count(self._batches, ".json") >= MAX_BATCHES:
             raise ServeError(
-                "validation", f"there are {MAX_BATCHES:,} batches, the most; try again tomorrow"
+                "validation",
+                f"there are {MAX_BATCHES:,} batches, the most; ended ones go after 30 days",
             )
         now = int(time.time())
         stages = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling")

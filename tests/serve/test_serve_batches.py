@@ -482,6 +482,17 @@ def test_a_full_disk_loses_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch
     ]
 
 
+@pytest.mark.parametrize("status", ["validating", "in_progress"])
+def test_a_batch_whose_file_is_gone_fails(bench: Bench, status: str) -> None:
+    name = bench.add(lines([{"input": "a"}]))
+    batch = bench.store.batch(name)
+    bench.store.save_batch(batch | {"status": status})
+    bench.store.content_path(batch["input_file_id"]).unlink()
+    batch = asyncio.run(bench.until_ended(name))
+    assert batch["status"] == "failed" and batch["failed_at"]
+    assert batch["errors"]["data"][0]["code"] == "invalid_input_file"
+
+
 def test_limits_are_said(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bytetx.serve.routes_batches.MAX_FILE_BYTES", 10)
     monkeypatch.setattr("bytetx.serve.routes_batches._FORM_BYTES", 500)
