@@ -8,11 +8,11 @@ all, and kernels that take detours around those would give other bits.
 
 from dataclasses import dataclass
 
-# Below this a step's time hardly depends on its rows (a GEMM tile has 64 or 128 of them), so that
-# coarse buckets cost nothing; from _WIDE_TOKENS on time follows the rows, and buckets are finest.
-_SMALL_TOKENS = 64
-_SMALL_STEP = 32
-_MIN_STEP = 16
+# Below _FEW_TOKENS a step's time hardly depends on its rows (it reads the weights, and a GEMM tile
+# has 64 or 128 rows), so that coarse buckets cost nothing; from _WIDE_TOKENS on time follows the
+# rows, and buckets are finest.
+_FEWEST_TOKENS, _FEWEST_STEP = 64, 32
+_FEW_TOKENS, _FEW_STEP = 256, 64
 _WIDE_TOKENS = 2048
 
 FILLER_TOKENS = 64  # a tile of attention; longer ones would be work beside short texts
@@ -34,14 +34,14 @@ class Bucket:
 def bucket_of(total_tokens: int, num_texts: int, *, max_tokens: int) -> Bucket | None:
     """The smallest bucket that holds the batch; None where it exceeds the bucket of max_tokens.
 
-    Rows are padded by at most 1/8 from 128 on and 1/16 from 2048 on. Places for texts go in powers
-    of two: an empty one costs 4 bytes and a row of the pooled output.
+    Rows are padded by at most 1/8 from 256 on and 1/16 from 2048 on. Places for texts go in powers
+    of four: an empty one costs 4 bytes and a row of the pooled output.
     """
     tokens = round_tokens(total_tokens)
     if tokens > round_tokens(max_tokens):
         return None
-    most_filled = _step(tokens) - (tokens > _SMALL_STEP)  # one row more would be a smaller bucket
-    return Bucket(tokens, _power_of_two(num_texts), -(-most_filled // FILLER_TOKENS))
+    most_filled = _step(tokens) - (tokens > _FEWEST_STEP)  # one row more would be a smaller bucket
+    return Bucket(tokens, _power_of_four(num_texts), -(-most_filled // FILLER_TOKENS))
 
 
 def round_tokens(total_tokens: int) -> int:
@@ -53,11 +53,15 @@ def round_tokens(total_tokens: int) -> int:
 
 def _step(total_tokens: int) -> int:
     """From one bucket to the next around this size."""
-    if total_tokens <= _SMALL_TOKENS:
-        return _SMALL_STEP
+    if total_tokens <= _FEW_TOKENS:
+        return _FEWEST_STEP if total_tokens <= _FEWEST_TOKENS else _FEW_STEP
     octave = _power_of_two(total_tokens) // 2  # octave < total_tokens <= 2 * octave
-    return max(octave // (16 if octave >= _WIDE_TOKENS else 8), _MIN_STEP)
+    return octave // (16 if octave >= _WIDE_TOKENS else 8)
 
 
 def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def _power_of_four(n: int) -> int:
+    return 1 << 2 * ((max(n - 1, 0).bit_length() + 1) // 2)

@@ -12,7 +12,7 @@ SIZES = st.integers(1, 1 << 20)
 def test_a_bucket_holds_its_batch(total_tokens: int, num_texts: int) -> None:
     bucket = bucket_of(total_tokens, num_texts, max_tokens=total_tokens)
     assert bucket is not None
-    assert num_texts <= bucket.num_texts < 2 * num_texts
+    assert num_texts <= bucket.num_texts < 4 * num_texts
     assert 0 <= bucket.total_tokens - total_tokens <= bucket.num_fillers * FILLER_TOKENS
 
 
@@ -31,8 +31,8 @@ def test_padding_is_bounded(total_tokens: int) -> None:
     padding = round_tokens(total_tokens) - total_tokens
     if total_tokens <= 64:
         assert padding < 32
-    elif total_tokens <= 128:
-        assert padding < 16
+    elif total_tokens <= 256:
+        assert padding < 64
     else:
         assert padding <= total_tokens // (16 if total_tokens > 2048 else 8)
 
@@ -52,7 +52,7 @@ def test_only_what_exceeds_the_largest_bucket_has_none(total_tokens: int, max_to
 
 def test_buckets_are_few_and_of_round_sizes() -> None:
     sizes = sorted({round_tokens(n) for n in range(1, 16385)})
-    assert sizes[:8] == [32, 64, 80, 96, 112, 128, 144, 160]
+    assert sizes[:8] == [32, 64, 128, 192, 256, 288, 320, 352]
     assert len(sizes) < 90
     assert all(size % 16 == 0 for size in sizes)
     assert all(size % 128 == 0 for size in sizes if size > 1024)

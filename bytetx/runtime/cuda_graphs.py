@@ -35,7 +35,7 @@ from bytetx.runtime.on_stream import OnStream
 
 logger = logging.getLogger("bytetx")
 
-MAX_GRAPHS = 64
+MAX_GRAPHS = 192
 _MAX_OUTPUT_BYTES = 256 << 20  # all graphs together
 _MAX_SEEN = 4096
 

@@ -2,11 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
 
 import torch
 
 from bytetx.async_model import AsyncModel
+from bytetx.buckets import round_tokens
 from bytetx.errors import OptionError, shown
 from bytetx.model import load
 from bytetx.nn.loading import LoadedCheckpoint
@@ -17,6 +21,9 @@ from bytetx.serve.settings import ModelSource, ServeSettings
 from bytetx.serve.token_logprobs import TokenTexts
 
 logger = logging.getLogger("bytetx.serve")
+
+# Steps of so many tokens are warm at the start, those of texts with at least so many each.
+_WARM_TOKENS, _LEAST_LENGTH = 2048, 8
 
 
 def load_models(settings: ServeSettings) -> list[ServedModel]:
@@ -89,11 +96,13 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
 async def warm_up(backend: LocalBackend) -> None:
     """Runs each model's main task on a short text and on a full batch.
 
-    The full one shows at the start, and not under load, whether a step fits the memory.
+    The full one shows at the start, and not under load, whether a step fits the memory.  On a GPU
+    the small sizes of steps are run twice, too, which captures their graphs: under load each would
+    stop all requests for many milliseconds.
     """
     for served in backend.served:
         facts, (_, most_tokens) = served.facts, served.model.queue_limits
-        for call in _warm_up_calls(facts, most_tokens=most_tokens):
+        for call in warm_up_calls(facts, most_tokens=most_tokens):
             await backend.run(call)
         if facts.main_task == "generate":
             prompt = _filler(facts, min(4, most_tokens))
@@ -103,7 +112,7 @@ async def warm_up(backend: LocalBackend) -> None:
         logger.info("%s is warm", facts.name)
 
 
-def _warm_up_calls(facts: ModelFacts, *, most_tokens: int) -> list[Call]:
+def warm_up_calls(facts: ModelFacts, *, most_tokens: int) -> list[Call]:
     """Token ids, so that lengths are what they should be; most_tokens: of a call."""
     task = facts.main_task
     if task == "generate":
@@ -116,13 +125,40 @@ def _warm_up_calls(facts: ModelFacts, *, most_tokens: int) -> list[Call]:
     task = "classify" if task == "rerank" else task
     most = min(facts.max_tokens, most_tokens)
     budget = min(int(facts.info["token_budget"]), most_tokens)
-    num_texts = max(1, budget // most) if str(facts.info["device"]).startswith("cuda") else 1
-    short, full = [_filler(facts, min(8, most))], [_filler(facts, most)] * num_texts
-    return [Call(facts.name, task, inputs, {"truncate": True}) for inputs in (short, full)]
+    is_cuda = str(facts.info["device"]).startswith("cuda")
+    num_texts = max(1, budget // most) if is_cuda else 1
+    batches = [[min(8, most)], [most] * num_texts]
+    if is_cuda:
+        batches += _small_batches(most_tokens=most, most_in_all=budget)
+    options: dict[str, Any] = {"truncate": True}
+    if task == "embed":
+        options["normalize"] = facts.normalize_option(True)  # as POST /embed
+    return [
+        Call(facts.name, task, list(map(partial(_filler, facts), lengths, count())), options)
+        for lengths in batches
+    ]
 
 
-def _filler(facts: ModelFacts, length: int) -> list[int]:
-    token_id = min(5, int(facts.info["vocab_size"]) - 1)
+def _small_batches(*, most_tokens: int, most_in_all: int) -> Iterator[list[int]]:
+    """Lengths of texts that make each of the smaller buckets, twice: the second step of a bucket is
+    captured.
+
+    most_tokens: of a text.
+    """
+    total_tokens = {round_tokens(number) for number in range(1, min(_WARM_TOKENS, most_in_all) + 1)}
+    for total in sorted(total_tokens):
+        places = 1
+        while total <= most_in_all and places // 4 < total // _LEAST_LENGTH:
+            num_texts = min(places, total // _LEAST_LENGTH)
+            longer, length = total % num_texts, total // num_texts
+            if length + (longer > 0) <= most_tokens:
+                yield from [[length + 1] * longer + [length] * (num_texts - longer)] * 2
+            places *= 4
+
+
+def _filler(facts: ModelFacts, length: int, number: int = 0) -> list[int]:
+    """Texts of different numbers have no prefix in common."""
+    token_id = min(5 + number % 1024, int(facts.info["vocab_size"]) - 1)
     return [token_id] * min(length, facts.max_tokens)
 
 

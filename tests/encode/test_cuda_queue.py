@@ -150,7 +150,7 @@ def test_the_least_recently_used_graph_goes(plain: Model, monkeypatch: pytest.Mo
 
     for num_texts in (1, 1, 2, 2, 1, 4, 4):
         model.embed([[7] * 35] * num_texts)
-    assert tokens() == [64, 144]
+    assert tokens() == [64, 192]
 
 
 def test_a_refused_capture_is_tried_once(

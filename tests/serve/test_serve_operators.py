@@ -4,19 +4,23 @@ import asyncio
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
 import pytest
 from serving import KEY, InProcess, Server, start_server
 
+from bytetx.buckets import bucket_of
 from bytetx.checkpoint.names import name_of
 from bytetx.errors import BytetxError, OptionError
+from bytetx.runtime.cuda_graphs import MAX_GRAPHS
 from bytetx.serve.calls import Call
 from bytetx.serve.engine import LocalBackend
 from bytetx.serve.errors import ServeError
-from bytetx.serve.loading import close_models, load_models, warm_up
+from bytetx.serve.loading import close_models, load_models, warm_up, warm_up_calls
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.settings import ServeSettings, model_sources, read_settings, settings_line
 
@@ -234,3 +238,21 @@ def test_what_ran_before_the_server_was_ready_does_not_count(checkpoints: dict[s
         assert 'bytetx_steps_total{model="embedder"} 1.0' in one.get("/metrics").text
     finally:
         asyncio.run(close_models(served))
+
+
+def test_a_gpu_is_warm_for_each_small_bucket(checkpoints: dict[str, Path]) -> None:
+    """Else a load captures their graphs, one after the other, while its requests wait."""
+    settings = ServeSettings(model_sources([str(checkpoints["embedder"])]), device="cpu")
+    served = load_models(settings)
+    facts = served[0].facts
+    asyncio.run(close_models(served))
+    info = {**facts.info, "device": "cuda:0", "token_budget": 4096, "max_tokens": 512}
+    calls = warm_up_calls(replace(facts, info=info), most_tokens=1 << 20)
+    lengths = [[len(ids) for ids in call.inputs] for call in calls]
+    assert all(max(own) <= 512 and sum(own) <= 4096 for own in lengths)
+    found = Counter(bucket_of(sum(own), len(own), max_tokens=4096) for own in lengths)
+    assert all(count >= 2 for bucket, count in found.items() if bucket.total_tokens <= 2048)
+    for length in (8, 10, 30, 100, 300, 512):
+        for count in range(1, 2048 // length + 1):
+            assert bucket_of(count * length, count, max_tokens=4096) in found, (count, length)
+    assert len(found) < MAX_GRAPHS * 3 // 4  # what else is asked for has room
