@@ -163,6 +163,14 @@ class EncodeEngine:
             self._open.add(call)
             self._add(call, requests)
 
+    def runs_at_once(self, tokens: int) -> bool:
+        """Whether the next step has room for all that waits and a source's texts of so many tokens.
+
+        For the thread: asked by a source that is about to put them.
+        """
+        is_nested = self._current is not None and self.runner.is_interruptible
+        return not is_nested and self._queue.queued_tokens + tokens <= self._step_tokens()
+
     def wake(self) -> None:
         """Has the thread ask its sources."""
         with self._changed:

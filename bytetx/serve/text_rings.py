@@ -14,14 +14,13 @@ from typing import Any, cast
 import numpy as np
 
 from bytetx.encode.engine import EncodeEngine
-from bytetx.encode.request import Requests, join_requests
+from bytetx.encode.request import Requests
 from bytetx.encode.request_queue import OpenCall
 from bytetx.encode.step import Task
 from bytetx.errors import BytetxError, InputError
 from bytetx.ops import host
-from bytetx.sequence_tree import rows_of
 from bytetx.serve.engine import ServedModel
-from bytetx.serve.ring_memory import HAS_NONE, RingMemory, RingSizes
+from bytetx.serve.ring_memory import RingMemory, RingSizes
 from bytetx.tasks.embed import EmbedTask
 
 logger = logging.getLogger("bytetx.serve")
@@ -29,6 +28,8 @@ logger = logging.getLogger("bytetx.serve")
 NUM_SLOTS = 2048  # texts of a front-end that a model may have at a time; more go by frames
 MAX_TOKENS = 512  # a longer text has so much to compute that frames do
 _NOBODY: Any = None  # the receiver of a call that is being made
+# Of indices, kinds, groups, seqlens, prompt tokens, whether texts were truncated, and token ids.
+_COLUMN_TYPES = (np.int64, np.int32, np.int32, np.int32, np.int32, np.bool_, np.int32)
 _MAX_KINDS = 256  # different options of `embed` that rings know for each model
 
 
@@ -40,32 +41,63 @@ class _RingTask:
     size: int
 
 
+class _Ring:
+    """A front-end's ring.
+
+    native: the native core's TextRing.
+    is_lost: set where the front-end is gone; the engine's thread drops its calls then.
+    """
+
+    def __init__(self, connection: socket.socket, memory: RingMemory):
+        self.connection, self.memory, self.native = connection, memory, memory.ring
+        self.is_lost = False
+
+    def wake(self) -> None:
+        with suppress(OSError):  # closed, as the loop sees
+            self.connection.send(b"\0")
+
+
+class _RingSet:
+    """All rings of a model at one time.  The index of a text is its slot, and NUM_SLOTS more for
+    each ring before its own."""
+
+    def __init__(self, rings: Sequence[_Ring]):
+        self.rings, self.natives = rings, [ring.native for ring in rings]
+
+    def ring_of(self, index: int) -> _Ring:
+        return self.rings[index // NUM_SLOTS]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """Texts that have what they will have, and whose front-ends were not told."""
+
+    rings: _RingSet
+    indices: np.ndarray
+    call: OpenCall
+
+
 @dataclass(eq=False, slots=True)
 class _TakenCall:
     """Texts that came together, as the receiver of their results.
 
-    rings: whose texts they are.  indices: int64 [num_texts], slots of the first ring; those of the
-    second one are NUM_SLOTS more, and so on, and so are the indices of results.
-    group: 0 for those of small calls; else the number of their one call in its ring.
+    indices: int64 [num_texts].  ring, group: of a large call; no ring and 0 where it is of several.
+    done: takes what has results.
     """
 
-    rings: Sequence["_Ring"]
+    rings: _RingSet
     size: int
     indices: np.ndarray
+    ring: _Ring | None
     group: int
     call: OpenCall
     num_left: int
+    done: list[_Done]
 
     def put_rows(self, indices: np.ndarray, results: Sequence[Any]) -> None:
-        if len(self.rings) == 1:
-            self.rings[0].put(indices, results, self)
-        else:
-            owners, rows = indices // NUM_SLOTS, np.asarray(results)
-            for number, ring in enumerate(self.rings):
-                own = np.flatnonzero(owners == number)
-                if len(own):
-                    ring.put(indices[own] - number * NUM_SLOTS, rows[own], self)
-        self.num_left -= len(indices)
+        rows = np.ascontiguousarray(results, dtype=np.float32)
+        _native().put(self.rings.natives, indices, rows)
+        self._note(indices)
 
     def fail(self, index: int, error: InputError) -> None:
         self._fail(np.array([index]))
@@ -76,76 +108,35 @@ class _TakenCall:
             self._fail(self.indices)
 
     def _fail(self, indices: np.ndarray) -> None:
-        for number, ring in enumerate(self.rings):
-            slots = indices[indices // NUM_SLOTS == number] - number * NUM_SLOTS
-            slots = slots[ring.is_open[slots]]
-            if len(slots):
-                ring.states[slots] = HAS_NONE
-                ring.note(slots, self)
-                self.num_left -= len(slots)
+        failed = _native().fail(self.rings.natives, indices)
+        self._note(np.frombuffer(failed, np.int64))
 
-
-class _Ring:
-    """A front-end's ring.  done: slots with results that it was not told of.
-
-    is_open: bool [num_slots], of texts without a result.
-    is_lost: set where the front-end is gone; the engine's thread drops its calls then.
-    """
-
-    def __init__(self, connection: socket.socket, memory: RingMemory):
-        self.connection, self.ring = connection, memory.ring
-        self.memory, self.states = memory, memory.facts["state"]
-        self._queue_seconds = memory.facts["queue_seconds"]
-        self._compute_seconds = memory.facts["compute_seconds"]
-        self.is_open = np.zeros(memory.sizes.num_slots, dtype=bool)
-        self.done: list[tuple[np.ndarray, OpenCall]] = []
-        self.is_lost = False
-
-    def put(self, slots: np.ndarray, rows: np.ndarray | Sequence[Any], call: _TakenCall) -> None:
-        """Writes the vectors of texts of a call."""
-        vectors = self.memory.vectors
-        if call.size == vectors.shape[1]:
-            vectors[slots] = rows
-        else:
-            vectors[slots, : call.size] = rows
-        self.note(slots, call)
-
-    def note(self, slots: np.ndarray, call: _TakenCall) -> None:
-        """These texts have what they will have."""
-        self.is_open[slots] = False
-        self.done.append((slots, call.call))
-
-    def give(self) -> None:
-        """Gives done slots back and wakes the front-end."""
-        done, self.done = self.done, []
-        for slots, call in done:
-            num_computed = max(call.num_computed, 1)
-            self._queue_seconds[slots] = call.queue_seconds / num_computed
-            self._compute_seconds[slots] = call.compute_seconds / num_computed
-        slots = done[0][0] if len(done) == 1 else np.concatenate([one for one, _ in done])
-        self.ring.finish(slots.astype(np.int32))
-        with suppress(OSError):  # full: it has not read earlier ones; or closed, as the loop sees
-            self.connection.send(b"\0")
+    def _note(self, indices: np.ndarray) -> None:
+        self.num_left -= len(indices)
+        self.done.append(_Done(self.rings, indices, self.call))
 
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """Texts that a ring has just got: int32 columns of each text, and their token ids."""
+    """Texts that rings have just got, the longest first: columns of each, and their token ids."""
 
-    slots: np.ndarray
+    indices: np.ndarray
     kinds: np.ndarray
     groups: np.ndarray
     seqlens: np.ndarray
-    prompt_tokens: np.ndarray
+    prompt_tokens: np.ndarray | None
     is_truncated: np.ndarray
     token_ids: np.ndarray
+    has_kinds: bool
+    has_groups: bool
 
-    def requests(self, first_index: int) -> Requests:
-        prompt_tokens = self.prompt_tokens if self.prompt_tokens.any() else None
-        indices = self.slots.astype(np.int64) + first_index
-        is_truncated = self.is_truncated != 0
+    def requests(self) -> Requests:
         return Requests(
-            indices, self.seqlens, self.token_ids, is_truncated, prompt_tokens=prompt_tokens
+            self.indices,
+            self.seqlens,
+            self.token_ids,
+            self.is_truncated,
+            prompt_tokens=self.prompt_tokens,
         )
 
 
@@ -155,9 +146,10 @@ class TextRings:
     def __init__(self, engine: EncodeEngine, *, sizes: RingSizes):
         self.engine, self.sizes = engine, sizes
         self._kinds: list[_RingTask] = []
-        self._rings: list[_Ring] = []
+        self._set = _RingSet([])
         self._new = deque[_Ring]()  # that the engine's thread has not seen
         self._calls: list[_TakenCall] = []
+        self._done: list[_Done] = []
         self._has_waited = self._has_ended = False
         engine.add_source(self)
 
@@ -187,86 +179,96 @@ class TextRings:
     # What follows is called by the engine's thread.
 
     def feed(self) -> None:
-        while self._new:
-            self._rings.append(self._new.popleft())
+        if self._new:
+            rings = list(self._set.rings)
+            while self._new:
+                rings.append(self._new.popleft())
+            self._set = _RingSet(rings)
         if self._calls:
             self._settle()
-        taken: list[tuple[_Ring, _Texts]] = []
-        for ring in list(self._rings):
-            if self._has_waited:
-                ring.ring.stop_waiting()
+        for ring in self._set.rings:
             if ring.is_lost:
                 self._forget(ring)
-            elif ring.ring.has_entries():
-                self._take(ring, taken)
-        self._has_waited = False
-        if taken:
-            self._put_small(taken)
-        self.give()
+        self._take()
+        if self._done:
+            self.give()
 
     def give(self) -> None:
-        for ring in self._rings:
-            if ring.done:
-                ring.give()
+        done, self._done[:] = list(self._done), []
+        for one in done:
+            call, count = one.call, max(one.call.num_computed, 1)
+            seconds = call.queue_seconds / count, call.compute_seconds / count
+            for number in _native().give(one.rings.natives, one.indices, *seconds):
+                one.rings.rings[number].wake()
 
     def may_wait(self) -> bool:
         self._has_waited = True
-        return all([ring.ring.start_waiting() for ring in self._rings])
+        return all([native.start_waiting() for native in self._set.natives])
 
     def end(self) -> None:
         self._has_ended = True
         self._settle(is_over=True)
         self.give()
-        for ring in [*self._rings, *self._new]:
+        for ring in [*self._set.rings, *self._new]:
             self._close(ring)
 
-    def _take(self, ring: _Ring, small: list[tuple[_Ring, _Texts]]) -> None:
-        """Queues the large calls that a ring has, and adds the texts of small ones to `small`."""
-        try:
-            *columns, cancelled = [np.frombuffer(one, np.int32) for one in ring.ring.take_entries()]
-        except RuntimeError:  # the memory is damaged: the front-end makes another ring
-            logger.exception("a front-end's ring is of no use")
-            self._close(ring)
-            return
-        texts = _Texts(*columns)
-        if len(texts.slots):
-            ring.is_open[texts.slots] = True
-            if texts.groups.any():
-                requests = texts.requests(0)
-                for group in np.unique(texts.groups[texts.groups != 0]).tolist():
-                    rows = np.flatnonzero(texts.groups == group)
-                    self._put([ring], int(texts.kinds[rows[0]]), group, requests.take(rows))
-                rows = np.flatnonzero(texts.groups == 0)
-                places = rows_of(requests.cu_seqlens[rows], texts.seqlens[rows])
-                columns = [column[rows] for column in columns[:-1]]
-                columns.append(texts.token_ids[places])
-                texts = _Texts(*columns)
-            if len(texts.slots):
-                small.append((ring, texts))
-        for slot in cancelled.tolist():
-            self._cancel(ring, int(ring.memory.facts["group"][slot]))
+    def _take(self) -> None:
+        """Queues what the rings have."""
+        rings = self._set
+        *columns, cancelled, has_kinds, has_groups, has_prompts, damaged = _native().take(
+            rings.natives, self._has_waited
+        )
+        self._has_waited = False
+        if columns[0]:
+            arrays = map(np.frombuffer, columns, _COLUMN_TYPES)
+            texts = _Texts(*arrays, has_kinds=has_kinds, has_groups=has_groups)
+            if not has_prompts:
+                texts = replace(texts, prompt_tokens=None)
+            self._queue(rings, texts)
+        for index in np.frombuffer(cancelled, np.int64).tolist():
+            ring = rings.ring_of(index)
+            self._cancel(ring, int(ring.memory.facts["group"][index % NUM_SLOTS]))
+        for number in damaged:  # the front-end makes another ring
+            logger.error("the memory of a front-end's ring is damaged")
+            self._close(rings.rings[number])
 
-    def _put_small(self, taken: Sequence[tuple[_Ring, _Texts]]) -> None:
-        """Queues the texts of the small calls of all rings as one call for each kind."""
-        rings = [ring for ring, _ in taken]
-        pieces = [texts.requests(i * NUM_SLOTS) for i, (_, texts) in enumerate(taken)]
-        kinds = np.concatenate([texts.kinds for _, texts in taken])
-        indices = np.concatenate([piece.indices for piece in pieces])
-        requests = replace(join_requests(pieces), indices=indices)
-        if (kinds == kinds[0]).all():
-            self._put(rings, int(kinds[0]), 0, requests)
+    def _queue(self, rings: _RingSet, texts: _Texts) -> None:
+        """Queues texts: those of small calls as one call of each kind, a large call as its own.
+
+        Where the next step has room for all of them, nothing is small or large.
+        """
+        requests, kinds = texts.requests(), texts.kinds
+        if texts.has_groups and not self.engine.runs_at_once(requests.total_tokens):
+            for group, number in _pairs(texts.groups, texts.indices // NUM_SLOTS):
+                is_own = (texts.groups == group) & (texts.indices // NUM_SLOTS == number)
+                rows = np.flatnonzero(is_own)
+                ring = rings.rings[number]
+                self._put(rings, int(kinds[rows[0]]), requests.take(rows), ring=ring, group=group)
+            rows = np.flatnonzero(texts.groups == 0)
+            requests, kinds = requests.take(rows), kinds[rows]
+        if not texts.has_kinds:
+            if len(kinds):
+                self._put(rings, int(kinds[0]), requests)
             return
         for kind in np.unique(kinds).tolist():
-            self._put(rings, kind, 0, requests.take(np.flatnonzero(kinds == kind)))
+            self._put(rings, kind, requests.take(np.flatnonzero(kinds == kind)))
 
     def _put(
-        self, rings: Sequence[_Ring], kind_number: int, group: int, requests: Requests
+        self,
+        rings: _RingSet,
+        kind_number: int,
+        requests: Requests,
+        *,
+        ring: _Ring | None = None,
+        group: int = 0,
     ) -> None:
         num_texts = len(requests)
         is_known = 0 <= kind_number < len(self._kinds)
         kind = self._kinds[kind_number if is_known else 0]
         call = OpenCall(kind.task, _NOBODY, keeps_errors=True, num_calls=1 if group else num_texts)
-        texts = _TakenCall(rings, kind.size, requests.indices, group, call, num_texts)
+        texts = _TakenCall(
+            rings, kind.size, requests.indices, ring, group, call, num_texts, self._done
+        )
         call.receiver = texts
         try:
             if not is_known:
@@ -279,7 +281,7 @@ class TextRings:
 
     def _cancel(self, ring: _Ring, group: int) -> None:
         for texts in self._calls:
-            if group and texts.group == group and texts.rings[0] is ring:
+            if group and texts.group == group and texts.ring is ring:
                 self.engine.end(texts.call)
                 texts.fail_rest()
 
@@ -303,11 +305,21 @@ class TextRings:
     def _forget(self, ring: _Ring) -> None:
         """Drops the large calls of a front-end that is gone; the small ones of all run on."""
         for texts in self._calls:
-            if texts.group and texts.rings[0] is ring:
+            if texts.ring is ring:
                 self._cancel(ring, texts.group)
-        ring.done = []
-        if ring in self._rings:
-            self._rings.remove(ring)
+        if ring in self._set.rings:
+            self._set = _RingSet([one for one in self._set.rings if one is not ring])
+
+
+def _native() -> Any:
+    return host.text_ring()
+
+
+def _pairs(groups: np.ndarray, numbers: np.ndarray) -> list[tuple[int, int]]:
+    """(group, number) of all large calls.  groups, numbers: of each text, as of its ring."""
+    is_large = groups != 0
+    pairs = zip(groups[is_large].tolist(), numbers[is_large].tolist(), strict=True)
+    return list(dict.fromkeys(pairs))
 
 
 class RingModels:

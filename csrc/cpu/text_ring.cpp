@@ -11,7 +11,8 @@ TextRing::TextRing(uint8_t* memory, const TextRingSizes& sizes)
       submitted_(reinterpret_cast<int32_t*>(memory + sizes.submitted())),
       done_(reinterpret_cast<int32_t*>(memory + sizes.done())),
       facts_(reinterpret_cast<SlotFacts*>(memory + sizes.facts())),
-      token_ids_(reinterpret_cast<int32_t*>(memory + sizes.token_ids())) {}
+      token_ids_(reinterpret_cast<int32_t*>(memory + sizes.token_ids())),
+      vectors_(reinterpret_cast<float*>(memory + sizes.vectors())) {}
 
 bool TextRing::submit(const int32_t* entries, int64_t count) {
     const int64_t before = header_->num_submitted.load(std::memory_order_relaxed);
@@ -24,9 +25,11 @@ bool TextRing::submit(const int32_t* entries, int64_t count) {
     return header_->engine_waits.exchange(0, std::memory_order_seq_cst) != 0;
 }
 
-int64_t TextRing::num_newly_done() const {
-    // Pairs with the store in finish().
-    const int64_t count = header_->num_done.load(std::memory_order_acquire) - num_read_;
+int64_t TextRing::num_newly_done() {
+    // Pairs with finish(), as submit() does with start_waiting(): either this sees its slots, or it
+    // sees that the front-end is to be woken.
+    header_->front_end_is_woken.store(0, std::memory_order_seq_cst);
+    const int64_t count = header_->num_done.load(std::memory_order_seq_cst) - num_read_;
     if (count < 0 || count > sizes_.num_slots) {
         throw std::runtime_error("the ring's counter of done texts is damaged");
     }
@@ -76,11 +79,11 @@ int32_t TextRing::seqlen(int32_t slot) const {
     return length;
 }
 
-void TextRing::finish(const int32_t* slots, int64_t count) {
+bool TextRing::finish(const int32_t* slots, int64_t count) {
     const int64_t before = header_->num_done.load(std::memory_order_relaxed);
     for (int64_t i = 0; i < count; ++i) done_[(before + i) % sizes_.num_slots] = slots[i];
-    // Pairs with the load in num_newly_done().
-    header_->num_done.store(before + count, std::memory_order_release);
+    header_->num_done.store(before + count, std::memory_order_seq_cst);
+    return header_->front_end_is_woken.exchange(1, std::memory_order_seq_cst) == 0;
 }
 
 }  // namespace bytetx::cpu

@@ -5,6 +5,7 @@
 // submitted, the engine's until it stands in the queue of what is done, and then the front-end's
 // again. Each queue has one writer, which publishes its entries by raising a counter that never
 // falls; positions in a queue are counters modulo its capacity. Nothing here waits or allocates.
+// Each side says when the other is to be woken: once for all that it has not read yet.
 //
 //   header | submitted entries | done entries | SlotFacts | token ids | vectors
 #pragma once
@@ -48,6 +49,7 @@ struct TextRingHeader {
     alignas(64) std::atomic<int64_t> num_submitted;
     alignas(64) std::atomic<int64_t> num_done;
     alignas(64) std::atomic<int32_t> engine_waits;
+    alignas(64) std::atomic<int32_t> front_end_is_woken;  // and has not read what is done since
 };
 static_assert(sizeof(TextRingHeader) <= TextRingSizes::kHeaderBytes);
 static_assert(std::atomic<int64_t>::is_always_lock_free);  // else they were not shared
@@ -64,8 +66,8 @@ class TextRing {
     // at most num_entries() that the engine has not taken. Returns whether the engine waits and is
     // to be woken.
     bool submit(const int32_t* entries, int64_t count);
-    // How many slots are done since the last call, at most num_slots.
-    int64_t num_newly_done() const;
+    // How many slots are done since the last call, at most num_slots; it is woken for later ones.
+    int64_t num_newly_done();
     // Copies so many of them.
     void take_done(int32_t* slots, int64_t count);
 
@@ -81,10 +83,11 @@ class TextRing {
     void take_entries(int32_t* entries, int64_t count);
     // The tokens of a slot. Throws for a slot that there is not, and a length that none may have.
     int32_t seqlen(int32_t slot) const;
-    const SlotFacts& facts(int32_t slot) const { return facts_[slot]; }
+    SlotFacts& facts(int32_t slot) { return facts_[slot]; }
     const int32_t* token_ids(int32_t slot) const { return token_ids_ + slot * sizes_.max_tokens; }
-    // Gives slots back with their results.
-    void finish(const int32_t* slots, int64_t count);
+    float* vector(int32_t slot) { return vectors_ + slot * sizes_.width; }
+    // Gives slots back with their results. Returns whether the front-end is to be woken.
+    bool finish(const int32_t* slots, int64_t count);
 
   private:
     TextRingSizes sizes_;
@@ -93,6 +96,7 @@ class TextRing {
     int32_t* done_;
     SlotFacts* facts_;
     int32_t* token_ids_;
+    float* vectors_;
     int64_t num_taken_ = 0;  // entries that the engine took
     int64_t num_read_ = 0;   // done slots that the front-end took
 };

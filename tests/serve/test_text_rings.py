@@ -23,7 +23,7 @@ from bytetx.serve.metrics import Metrics
 from bytetx.serve.remote import EngineClient, rings_path
 from bytetx.serve.ring_memory import FACTS, RingMemory, RingSizes, new_memory
 from bytetx.serve.settings import ServeSettings, model_sources
-from bytetx.serve.text_rings import NUM_SLOTS
+from bytetx.serve.text_rings import _COLUMN_TYPES, NUM_SLOTS
 
 SIZES = RingSizes(num_slots=4, max_tokens=8, width=3)
 TEXTS = ["the fox", "a", "the quick brown fox jumps over the lazy dog", "dog", "a fox a dog"]
@@ -93,6 +93,24 @@ def two_ends() -> tuple[RingMemory, RingMemory]:
     return RingMemory(descriptor, SIZES), RingMemory(descriptor, SIZES)
 
 
+def taken(engines: list[RingMemory], *, has_waited: bool = False) -> list[Any]:
+    """What TextRing.take gives, as arrays."""
+    *columns, gone, kinds, groups, prompts, damaged = host.text_ring().take(
+        [one.ring for one in engines], has_waited
+    )
+    arrays = [np.frombuffer(*pair) for pair in zip(columns, _COLUMN_TYPES, strict=True)]
+    return [*arrays, np.frombuffer(gone, np.int64), kinds, groups, prompts, damaged]
+
+
+def put(engines: list[RingMemory], indices: np.ndarray, rows: np.ndarray) -> None:
+    host.text_ring().put([one.ring for one in engines], indices, rows.astype(np.float32))
+
+
+def give(engines: list[RingMemory], indices: np.ndarray) -> list[int]:
+    """The rings whose front-ends are to be woken."""
+    return list(host.text_ring().give([one.ring for one in engines], indices, 0.5, 0.25))
+
+
 def test_both_ends_see_the_same_slots() -> None:
     front, engine = two_ends()
     for number in range(50):  # the queues go round
@@ -104,17 +122,69 @@ def test_both_ends_see_the_same_slots() -> None:
         front.facts[slots] = facts
         assert not front.ring.submit(slots)
         front.ring.submit(~slots[:1])
-        columns = [np.frombuffer(one, np.int32) for one in engine.ring.take_entries()]
-        found, kinds, groups, seqlens, prompt_tokens, is_truncated, ids, cancelled = columns
-        np.testing.assert_array_equal(found, slots)
-        assert (kinds == 5).all() and (groups == number).all() and seqlens.tolist() == [2, 8]
-        assert prompt_tokens.tolist() == [1, 1] and is_truncated.tolist() == [0, 1]
+        *columns, cancelled, has_kinds, has_groups, has_prompts, damaged = taken([engine])
+        found, kinds, groups, seqlens, prompt_tokens, is_truncated, ids = columns
+        np.testing.assert_array_equal(found, slots[::-1])  # the longest first
+        assert (kinds == 5).all() and (groups == number).all() and seqlens.tolist() == [8, 2]
+        assert prompt_tokens.tolist() == [1, 1] and is_truncated.tolist() == [True, False]
         assert ids.tolist() == [number] * 10 and cancelled.tolist() == [slots[0]]
-        engine.vectors[slots] = number
-        engine.ring.finish(slots)
-        assert np.frombuffer(front.ring.take_done(), np.int32).tolist() == slots.tolist()
-        assert (front.vectors[slots] == number).all()
+        assert (has_kinds, has_groups, has_prompts, damaged) == (False, number > 0, True, [])
+        put([engine], found, np.full((2, 2), number))
+        assert give([engine], found) == [0]
+        assert np.frombuffer(front.ring.take_done(), np.int32).tolist() == found.tolist()
+        assert (front.vectors[slots, :2] == number).all()
+        assert (front.facts["queue_seconds"][slots] == 0.5).all()
     assert not engine.ring.has_entries() and front.ring.take_done() == b""
+
+
+def test_all_rings_are_taken_and_given_at_once() -> None:
+    """A step costs as many calls of the native core whether one front-end has texts or many."""
+    ends = [two_ends() for _ in range(3)]
+    fronts, engines = [front for front, _ in ends], [engine for _, engine in ends]
+    for number, front in enumerate(fronts):
+        front.facts["seqlen"], front.facts["kind"] = number + 1, number % 2
+        front.token_ids[:] = number
+        front.ring.submit(np.array([number], dtype=np.int32))
+    assert engines[2].ring.start_waiting() is False
+    *columns, _, has_kinds, has_groups, _, damaged = taken(engines)
+    assert columns[0].tolist() == [2 * 4 + 2, 4 + 1, 0] and columns[3].tolist() == [3, 2, 1]
+    assert columns[6].tolist() == [2, 2, 2, 1, 1, 0]
+    assert has_kinds and not has_groups and not damaged
+    put(engines, columns[0][:2], np.array([[2, 2, 2], [1, 1, 1]]))
+    ring = host.text_ring()
+    natives = [one.ring for one in engines]
+    failed = ring.fail(natives, columns[0])  # the last one, which alone has nothing yet
+    assert np.frombuffer(failed, np.int64).tolist() == [0]
+    assert ring.fail(natives, columns[0]) == b""
+    assert give(engines, columns[0]) == [0, 1, 2]
+    for number, front in enumerate(fronts):
+        assert np.frombuffer(front.ring.take_done(), np.int32).tolist() == [number]
+        assert front.facts["state"][number] == (number == 0)
+        assert (front.vectors[number] == number).all()
+
+
+def test_what_no_ring_has_is_refused() -> None:
+    _, engine = two_ends()
+    for index in (-1, 4, 1 << 40):
+        with pytest.raises(ValueError, match="no ring has such a text"):
+            put([engine], np.array([index]), np.zeros((1, 3)))
+    with pytest.raises(ValueError, match="too long"):
+        put([engine], np.array([0]), np.zeros((1, 4)))
+    with pytest.raises(ValueError, match="one row for each text"):
+        put([engine], np.array([0]), np.zeros((2, 3)))
+
+
+def test_a_front_end_that_has_not_read_is_not_woken_again() -> None:
+    front, engine = two_ends()
+    front.facts["seqlen"] = 1
+    for slot in (0, 1):
+        front.ring.submit(np.array([slot], dtype=np.int32))
+        taken([engine])
+        assert give([engine], np.array([slot])) == ([0] if slot == 0 else [])
+    assert np.frombuffer(front.ring.take_done(), np.int32).tolist() == [0, 1]
+    front.ring.submit(np.zeros(1, dtype=np.int32))
+    taken([engine])
+    assert give([engine], np.array([0])) == [0]
 
 
 def test_an_engine_that_waits_is_woken_once() -> None:
@@ -123,7 +193,7 @@ def test_an_engine_that_waits_is_woken_once() -> None:
     assert engine.ring.start_waiting()
     assert front.ring.submit(slot) and not front.ring.submit(~slot)
     assert not engine.ring.start_waiting()  # something has come
-    engine.ring.stop_waiting()
+    taken([engine], has_waited=True)
     assert not front.ring.submit(~slot)
 
 
@@ -131,19 +201,21 @@ def test_an_engine_that_waits_is_woken_once() -> None:
 def test_a_slot_beyond_the_memory_is_refused(slot: int, seqlen: int) -> None:
     front, engine = two_ends()
     front.facts["seqlen"] = seqlen
-    front.ring.submit(np.array([slot], dtype=np.int32))
-    with pytest.raises(RuntimeError, match="slot"):
-        engine.ring.take_entries()
+    other, whole = two_ends()
+    other.facts["seqlen"] = 2
+    other.ring.submit(np.array([1], dtype=np.int32))
+    front.ring.submit(np.array([3, slot], dtype=np.int32))
+    indices, *_, damaged = taken([engine, whole])
+    assert damaged == [0] and indices.tolist() == [4 + 1]  # the other one's texts run
 
 
 def test_a_counter_that_ran_away_is_refused() -> None:
     front, engine = two_ends()
     for _ in range(9):  # more than either process can have
         front.ring.submit(np.zeros(1, dtype=np.int32))
-    with pytest.raises(RuntimeError, match="submitted"):
-        engine.ring.take_entries()
+    assert taken([engine])[-1] == [0]
     for _ in range(5):
-        engine.ring.finish(np.zeros(1, dtype=np.int32))
+        give([engine], np.array([0]))
     with pytest.raises(RuntimeError, match="done"):
         front.ring.take_done()
 
@@ -340,7 +412,7 @@ def test_a_frontend_that_is_gone_leaves_nothing(in_process: InProcess, tmp_path:
             assert all(isinstance(one, Outcome) for one in found[1::2])
             rings = calls._rings.find("embedder")
             assert rings is not None
-            while len(rings._rings) > 1 or rings._calls:
+            while len(rings._set.rings) > 1 or rings._calls:
                 await asyncio.sleep(0.001)
             await learnt(clients[0], embed(["a"]))  # and it can have another ring
             await by_ring(clients[0], embed(["a"]))
