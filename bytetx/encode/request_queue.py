@@ -23,7 +23,7 @@ _MOST_SERVED_TOKENS = 1 << 16
 _MAX_PASSED_OVER = 16
 # A call gets at least so large a share of a step at a time: with many calls of many texts, the
 # shortest first would be one text of each in turn, and the work on the host one of each text.
-_LEAST_SHARE = 32
+_LEAST_SHARE = 8
 # Texts of a call whose beginnings a step remembers, and groups of texts of other calls that begin
 # like them and that it takes along, in at most half of its tokens.
 _MAX_BEGINNINGS, _MAX_MATES = 16, 64

@@ -48,7 +48,7 @@ async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) ->
         calls = EngineCalls(backend, metrics)
         calls.listen_for_rings(rings_path(path))
         server = await asyncio.get_running_loop().create_unix_server(calls.protocol, path)
-        settle_interpreter()
+        settle_interpreter(is_engine=True)
         say_ready()
         async with server:
             await ends.wait()

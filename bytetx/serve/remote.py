@@ -19,7 +19,7 @@ from bytetx.serve.wire import FrameProtocol
 logger = logging.getLogger("bytetx.serve")
 
 _RECONNECT_S = 0.1
-_FLUSH_S = 0.25
+_FLUSH_S = 1.0  # each time costs the engine's process the interpreter's lock, much or little
 _LOST = "the engine process ended; it is being started again"
 
 

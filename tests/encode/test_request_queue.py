@@ -92,8 +92,8 @@ def test_bulk_calls_take_turns_by_shares_of_a_step() -> None:
     taken = queue.take(640, 0.0)
     assert tokens(taken) == 640
     assert {some.call for some in taken} == set(calls)
-    assert max(some.total_tokens for some in taken) <= 40
-    assert len(taken) <= 640 // 20
+    assert max(some.total_tokens for some in taken) <= 160
+    assert len(taken) <= 640 // 80
 
 
 def test_lower_priorities_run_first_whatever_their_length() -> None:
