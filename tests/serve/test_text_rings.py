@@ -94,7 +94,7 @@ def two_ends() -> tuple[RingMemory, RingMemory]:
 
 
 def taken(engines: list[RingMemory], *, has_waited: bool = False) -> list[Any]:
-    """What TextRing.take gives, as arrays."""
+    """The columns and facts of TextRing.take, as arrays."""
     *columns, gone, kinds, groups, prompts, damaged = host.text_ring().take(
         [one.ring for one in engines], has_waited
     )
