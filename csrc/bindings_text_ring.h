@@ -43,13 +43,13 @@ class PyTextRing {
     bool has_entries() const { return ring_.has_entries(); }
     bool start_waiting() { return ring_.start_waiting(); }
 
-    // What follows is for the engine's process and of all rings of a model, which have equal sizes.
+    // The rest is for the engine's process and takes all rings of a model, which have equal sizes.
     // The index of a text is its slot and num_slots for each ring before its own.
 
-    // What was submitted since the last call, the longest texts first: (int64 indices; int32 kinds,
-    // groups, seqlens and prompt_tokens; bool is_truncated; int32 token ids; int64 indices of
-    // cancelled texts; whether texts have several kinds, any has a group, any has a prompt; the
-    // numbers of rings whose memory is damaged).
+    // Takes all that was submitted since the last call, the longest texts first: (int64 indices;
+    // int32 kinds, groups, seqlens and prompt_tokens; bool is_truncated; int32 token ids; int64
+    // indices of cancelled texts; whether texts have several kinds, any has a group, any has a
+    // prompt; the numbers of rings whose memory is damaged).
     static py::tuple take(const py::list& rings, bool has_waited) {
         std::vector<Text> texts;
         std::vector<int64_t> cancelled;

@@ -111,10 +111,6 @@ class ModelFacts:
     def max_tokens(self) -> int:
         return int(self.info["max_tokens"])
 
-    def normalize_option(self, given: bool | None) -> bool | None:
-        """None where the checkpoint does so by itself: a second time would change the last bits."""
-        return None if given and "Normalize" in self.info["sentence_modules"] else given
-
 
 class ServeBackend(Protocol):
     """Where calls are answered: in this process, or in the engine's own."""

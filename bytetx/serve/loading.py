@@ -130,11 +130,11 @@ def warm_up_calls(facts: ModelFacts, *, most_tokens: int) -> list[Call]:
     batches = [[min(8, most)], [most] * num_texts]
     if is_cuda:
         batches += _small_batches(most_tokens=most, most_in_all=budget)
-    options: dict[str, Any] = {"truncate": True}
-    if task == "embed":
-        options["normalize"] = facts.normalize_option(True)  # as POST /embed
+    given: dict[str, Any] = {"truncate": True}
+    if task == "embed" and "Normalize" not in facts.info["sentence_modules"]:
+        given["normalize"] = True  # as POST /embed, whose vectors have length 1
     return [
-        Call(facts.name, task, list(map(partial(_filler, facts), lengths, count())), options)
+        Call(facts.name, task, list(map(partial(_filler, facts), lengths, count())), given)
         for lengths in batches
     ]
 

@@ -8,7 +8,7 @@ from bytetx.serve.answers import check_batch, count_characters, json_answer, run
 from bytetx.serve.errors import ServeError
 from bytetx.serve.gateway import Exchange
 from bytetx.serve.routes_openai import find_model
-from bytetx.serve.routes_tei import input_options, left_option
+from bytetx.serve.routes_tei import input_options, left_option, normalize_option
 from bytetx.serve.schemas_pooling import CohereEmbedRequest
 from bytetx.serve.vector_types import VectorType, as_type
 
@@ -32,7 +32,7 @@ async def _embed(body: CohereEmbedRequest, exchange: Exchange, *, version: str) 
         facts,
         "embed",
         texts,
-        normalize=facts.normalize_option(True),
+        normalize=normalize_option(facts, True),
         dimensions=body.output_dimension,
         pooling=exchange.site.settings.pooling,
         truncate=body.truncate != "NONE",

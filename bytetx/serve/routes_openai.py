@@ -20,6 +20,7 @@ from bytetx.serve.gateway import Exchange
 from bytetx.serve.routes_tei import (
     input_options,
     left_option,
+    normalize_option,
     prompt_options,
     truncates,
 )
@@ -34,7 +35,7 @@ async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
     facts = find_model(exchange, body.model, "embed")
     check_batch(exchange, body.input, field="input")
     options = {
-        "normalize": facts.normalize_option(body.normalize),
+        "normalize": normalize_option(facts, body.normalize),
         "dimensions": body.dimensions,
         "pooling": exchange.site.settings.pooling,
         **_reading_options(body, facts, exchange),

@@ -53,7 +53,7 @@ async def embed(body: EmbedRequest, exchange: Exchange) -> Response:
         facts,
         "embed",
         body.inputs,
-        normalize=facts.normalize_option(body.normalize),
+        normalize=normalize_option(facts, body.normalize),
         dimensions=body.dimensions,
         pooling=exchange.site.settings.pooling,
         truncate=truncates(exchange, body.truncate),
@@ -422,6 +422,11 @@ def _model(exchange: Exchange, name: str | None, task: str) -> ModelFacts:
 
 def truncates(exchange: Exchange, given: bool | None) -> bool:
     return exchange.site.settings.auto_truncate if given is None else given
+
+
+def normalize_option(facts: ModelFacts, given: bool | None) -> bool | None:
+    """None where the checkpoint does so by itself: a second time would change the last bits."""
+    return None if given and "Normalize" in facts.info["sentence_modules"] else given
 
 
 def prompt_options(

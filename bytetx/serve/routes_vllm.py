@@ -20,7 +20,7 @@ from bytetx.serve.answers import (
 from bytetx.serve.calls import ModelFacts, Outcome
 from bytetx.serve.errors import ServeError
 from bytetx.serve.gateway import Exchange
-from bytetx.serve.routes_tei import left_option, prompt_options, truncates
+from bytetx.serve.routes_tei import left_option, normalize_option, prompt_options, truncates
 from bytetx.serve.schemas_pooling import ClassifyRequest, PoolRequest, ScoreRequest
 from bytetx.serve.site import need_task
 from bytetx.serve.vector_types import as_type
@@ -173,7 +173,7 @@ async def pooling(body: PoolRequest, exchange: Exchange) -> Response:
     }
     if task == "embed":
         options |= {
-            "normalize": facts.normalize_option(body.use_activation),
+            "normalize": normalize_option(facts, body.use_activation),
             "dimensions": body.dimensions,
             "pooling": exchange.site.settings.pooling,
         }

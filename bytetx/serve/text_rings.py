@@ -8,7 +8,7 @@ import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -116,30 +116,6 @@ class _TakenCall:
         self.done.append(_Done(self.rings, indices, self.call))
 
 
-@dataclass(frozen=True, slots=True)
-class _Texts:
-    """Texts that rings have just got, the longest first: columns of each, and their token ids."""
-
-    indices: np.ndarray
-    kinds: np.ndarray
-    groups: np.ndarray
-    seqlens: np.ndarray
-    prompt_tokens: np.ndarray | None
-    is_truncated: np.ndarray
-    token_ids: np.ndarray
-    has_kinds: bool
-    has_groups: bool
-
-    def requests(self) -> Requests:
-        return Requests(
-            self.indices,
-            self.seqlens,
-            self.token_ids,
-            self.is_truncated,
-            prompt_tokens=self.prompt_tokens,
-        )
-
-
 class TextRings:
     """The rings of one model: a TextSource of its engine."""
 
@@ -220,11 +196,13 @@ class TextRings:
         )
         self._has_waited = False
         if columns[0]:
-            arrays = map(np.frombuffer, columns, _COLUMN_TYPES)
-            texts = _Texts(*arrays, has_kinds=has_kinds, has_groups=has_groups)
-            if not has_prompts:
-                texts = replace(texts, prompt_tokens=None)
-            self._queue(rings, texts)
+            arrays = [np.frombuffer(*pair) for pair in zip(columns, _COLUMN_TYPES, strict=True)]
+            indices, kinds, groups, seqlens, prompts, is_truncated, token_ids = arrays
+            prompt_tokens = prompts if has_prompts else None
+            requests = Requests(
+                indices, seqlens, token_ids, is_truncated, prompt_tokens=prompt_tokens
+            )
+            self._queue(rings, requests, kinds, groups if has_groups else None, has_kinds)
         for index in np.frombuffer(cancelled, np.int64).tolist():
             ring = rings.ring_of(index)
             self._cancel(ring, int(ring.memory.facts["group"][index % NUM_SLOTS]))
@@ -232,26 +210,33 @@ class TextRings:
             logger.error("the memory of a front-end's ring is damaged")
             self._close(rings.rings[number])
 
-    def _queue(self, rings: _RingSet, texts: _Texts) -> None:
+    def _queue(
+        self,
+        rings: _RingSet,
+        requests: Requests,
+        kinds: np.ndarray,
+        groups: np.ndarray | None,
+        has_kinds: bool,
+    ) -> None:
         """Queues texts: those of small calls as one call of each kind, a large call as its own.
 
         Where the next step has room for all of them, nothing is small or large.
+        kinds, groups: int32 of each text; no groups where all calls are small.  has_kinds: whether
+        they are several.
         """
-        requests, kinds = texts.requests(), texts.kinds
-        if texts.has_groups and not self.engine.runs_at_once(requests.total_tokens):
-            for group, number in _pairs(texts.groups, texts.indices // NUM_SLOTS):
-                is_own = (texts.groups == group) & (texts.indices // NUM_SLOTS == number)
-                rows = np.flatnonzero(is_own)
-                ring = rings.rings[number]
-                self._put(rings, int(kinds[rows[0]]), requests.take(rows), ring=ring, group=group)
-            rows = np.flatnonzero(texts.groups == 0)
+        if groups is not None and not self.engine.runs_at_once(requests.total_tokens):
+            numbers = requests.indices // NUM_SLOTS
+            for group, number in _pairs(groups, numbers):
+                rows = np.flatnonzero((groups == group) & (numbers == number))
+                kind, own = int(kinds[rows[0]]), requests.take(rows)
+                self._put(rings, kind, own, ring=rings.rings[number], group=group)
+            rows = np.flatnonzero(groups == 0)
             requests, kinds = requests.take(rows), kinds[rows]
-        if not texts.has_kinds:
-            if len(kinds):
-                self._put(rings, int(kinds[0]), requests)
-            return
-        for kind in np.unique(kinds).tolist():
-            self._put(rings, kind, requests.take(np.flatnonzero(kinds == kind)))
+        if has_kinds:
+            for kind in np.unique(kinds).tolist():
+                self._put(rings, kind, requests.take(np.flatnonzero(kinds == kind)))
+        elif len(kinds):
+            self._put(rings, int(kinds[0]), requests)
 
     def _put(
         self,
