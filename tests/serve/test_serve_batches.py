@@ -250,7 +250,6 @@ def test_requests_are_checked_and_ids_are_no_paths(batch_server: Server) -> None
         assert http.post("/v1/files", json={}).status_code == 400
         assert http.post("/v1/files").status_code == 400
         assert http.put("/v1/files/" + file.id).status_code == 405
-        assert "batch:/v1/embeddings" in http.get("/metrics").text
 
 
 @pytest.mark.feature("Server", "batches go on after a server is killed")
