@@ -227,6 +227,7 @@ class Layers:
         on_layer: OnLayer | None = None,
         on_kv: OnKv | None = None,
         pause: Pause | None = None,
+        read_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[local rows, hidden_size] -> [total_tokens, hidden_size], after the last norm.
 
@@ -235,7 +236,8 @@ class Layers:
         last one's after the last norm.  on_kv: without a cache, called with each layer's keys and
         values after rotation, [total_tokens, num_kv_heads, head_dim]; views of all of qkv. Those of
         batch.computed are behind them.
-        pause: called before each linear layer; a layer has four.
+        pause: called before each linear layer; a layer has four.  read_rows: as of
+        Transformer.forward; of post-norm layers in one process.
         """
         rows = self.blocks.begin(batch.total_tokens) if rows is None else rows
         self._check(batch, cache)
@@ -266,7 +268,8 @@ class Layers:
                 if layer.ffn_norm is not None:
                     h = rows.norm(x, layer.ffn_norm)
             else:
-                h, x = self._attention_half(h, x, i, step)
+                own = read_rows if is_last and step.is_post else None
+                h, x = self._attention_half(h, x, i, step, own)
             # A call of its own, so that the attention's activations are freed before it.
             between, norm = self.between[i], self._last_norms[i]
             sum_norm = norm if between is None else None
@@ -282,6 +285,9 @@ class Layers:
                 on_layer(rows.gather(h) if is_last else self._sums(rows.gather(x)))
         if gather is not None:
             gather.end()
+        if read_rows is not None and len(h) < batch.total_tokens:
+            whole = h.new_zeros((batch.total_tokens, h.shape[1]))
+            return whole.index_copy_(0, read_rows, h)
         return rows.gather(h)
 
     def _count_few_rows(self) -> None:
@@ -429,8 +435,14 @@ class Layers:
         )
 
     def _attention_half(
-        self, h: torch.Tensor, x: torch.Tensor, i: int, step: _Pass
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        i: int,
+        step: _Pass,
+        read_rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """read_rows: those of the result, the others are left out; None: all."""
         layer = self.weights[i]
         norm = layer.attn_norm if step.is_post else layer.ffn_norm
         if step.pause is not None:
@@ -441,6 +453,8 @@ class Layers:
             state = None if step.cache is None else step.cache.states[self._places[i]]
             projected = step.rows.column_parallel(h, layer.qkv)
             attended = layer.mixer.mix(projected, step.batch, state)
+        if read_rows is not None:
+            attended, x = attended.index_select(0, read_rows), x.index_select(0, read_rows)
         return step.add_and_norm(attended, layer.attn_out, x, norm, layer.attn_out_norm)
 
     def _attention_partial(self, h: torch.Tensor, i: int, step: _Pass) -> torch.Tensor:

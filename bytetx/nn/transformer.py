@@ -234,19 +234,23 @@ class Transformer:
         on_layer: OnLayer | None = None,
         on_kv: OnKv | None = None,
         pause: Pause | None = None,
+        read_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states [total_tokens, spec.output_size] of the last layer.
 
         cache: a causal model's keys and values, with batch.past; this step's are added to it.
         on_layer: called with the embedding's and then each layer's output.  on_kv: without a
         cache, called with each layer's keys and values.  pause: called before each linear layer,
-        without a placement.
+        without a placement.  read_rows: int64 [n], increasing, the rows of the result that are
+        read; the last layer may leave out the others, which have no meaning then.
         """
         if self.placement is not None:
             return self.placement.forward(batch, cache=cache, on_layer=on_layer, on_kv=on_kv)
         if batch.shared is not None and on_layer is None and on_kv is None:
             return self._forward_shared(batch.shared, pause)
         rows = self.blocks.begin(batch.total_tokens)
+        if batch.adapters is not None or not isinstance(self.blocks, LocalBlocks) or on_layer:
+            read_rows = None
         if batch.adapters is not None:
             rows = AdaptedRows(batch.adapters, batch.total_tokens, batch.device)
         x = self.layers.run(
@@ -257,6 +261,7 @@ class Transformer:
             on_layer=on_layer,
             on_kv=on_kv,
             pause=pause,
+            read_rows=None if len(self.layers.weights) < 2 else read_rows,
         )
         return x if self.project_out is None else linear(x, self.project_out)
 

@@ -31,7 +31,7 @@ from bytetx.tasks.results import ExtractedSpan, Results, SpanRelation
 from bytetx.tasks.schema_call import schema_call
 from bytetx.tasks.task import TextOptions, option, task
 from bytetx.tasks.text_scores import TextScores
-from bytetx.tasks.word_rows import alignments_of, read_labels, read_words
+from bytetx.tasks.word_rows import alignments_of, forward_for_words, read_labels, read_words
 
 _MOST_RELATIONS = 1 << 16  # that a text may have; each is an object of Python's
 
@@ -175,7 +175,7 @@ class ExtractTask:
         return None  # it reads where the words of each text are
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        return self.reduce(transformer.forward(step.batch), step)
+        return self.reduce(forward_for_words(transformer, self.head, self.prompt, step), step)
 
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from bytetx.nn.transformer import Transformer
 from bytetx.requests.schema import ExtractionSchema, SchemaPrompt
 from bytetx.requests.words import WordAlignment
 from bytetx.tasks.overlaps import Found
-from bytetx.tasks.word_rows import WordRows, alignments_of, read_labels
+from bytetx.tasks.word_rows import WordRows, alignments_of, forward_for_words, read_labels
 
 R = TypeVar("R")
 
@@ -82,7 +82,7 @@ class SchemaTask(ABC, Generic[R]):
         return None  # it reads where the words of each text are
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        return self.reduce(transformer.forward(step.batch), step)
+        return self.reduce(forward_for_words(transformer, self.head, self.prompt, step), step)
 
     @abstractmethod
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
