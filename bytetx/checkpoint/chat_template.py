@@ -173,6 +173,12 @@ class ChatTemplate:
             return self._facts
 
     @property
+    def sources(self) -> list[str]:
+        """The source of each of the checkpoint's templates."""
+        found = [self._source, *(one._source for one in self._named.values())]
+        return [source for source in found if source is not None]
+
+    @property
     def default(self) -> "ChatTemplate":
         """The template that is used where none is named. InputError where there is none."""
         return self._chosen(None, has_tools=False)

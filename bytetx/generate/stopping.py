@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from bytetx.checkpoint.answer_parser import overlap
 from bytetx.generate.outputs import FinishReason
 from bytetx.generate.scheduler import SequenceState
 from bytetx.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ class _Search:
             self.held = ""
             return None
         match = None if is_early else max(self._matches(text, num_searched), default=None)
-        num_held = max(_overlap(text, stop) for stop in self.stops)
+        num_held = max(overlap(text, stop) for stop in self.stops)
         self.held = text[len(text) - num_held :]
         return match
 
@@ -115,12 +116,6 @@ class StopStrings:
         """The text held back, at the end of an output that no stop string ended."""
         held, self._unreturned = self._unreturned, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of text that is a proper prefix of stop."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def stop_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
