@@ -22,7 +22,12 @@ from bytetx.tasks.call import TaskCall
 from bytetx.tasks.catalog import AsyncModelTasks
 from bytetx.tasks.embed_group import EmbedGroup
 from bytetx.tasks.generate import PromptCall
-from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread, PromptGroup
+from bytetx.tasks.generation_stream import (
+    AsyncGeneration,
+    GenerationThread,
+    PromptGroup,
+    ReadPrompt,
+)
 from bytetx.tasks.results import Embeddings
 from bytetx.tasks.run import AsyncRun, ReadingPool, in_own_thread
 from bytetx.tasks.search import Packed, Vectors
@@ -254,11 +259,18 @@ class AsyncModel(AsyncModelTasks):
         call: PromptCall[AsyncGeneration] = spec.start(self._model.context, *bound, options)
         check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)
-        template = call.template_kwargs
+
+        def read() -> ReadPrompt:
+            template, ends = call.template_kwargs, call.ends
+            encode = self._model.encode_prompts
+            (token_ids,) = encode([call.prompt], chat_template_kwargs=template)
+            params = ends.params(call.params, call.prompt, token_ids)
+            return ReadPrompt(token_ids, params, ends.opens_reasoning(call.prompt, token_ids))
+
         adapter = None if call.adapter is None else self._model.loras.get(call.adapter).adapter
         return AsyncGeneration(
             self._generation,
-            lambda: self._model.encode_prompts([call.prompt], chat_template_kwargs=template)[0],
+            read,
             call.params,
             is_chat=is_chat(call.prompt),
             priority=priority,

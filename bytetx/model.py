@@ -17,6 +17,7 @@ from bytetx.arguments import (
     check_not_negative,
     check_token_budget,
 )
+from bytetx.checkpoint.answer_format import AnswerFormat
 from bytetx.checkpoint.families import read_families
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.checkpoint.generation_config import check_switch
@@ -325,6 +326,19 @@ class Model(ModelTasks):
         return ModelEngines(
             self.checkpoint, token_budget=self.token_budget, cuda_graphs=self.cuda_graphs
         )
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """How answers to chats hold reasoning and calls of tools; it may be set to another one.
+
+        Found by the chat template: `model.answer_format.parse(text)` takes an answer apart, and
+        `tool_grammar(tools)` is the form of answers that call tools.
+        """
+        return self.context.answer_format
+
+    @answer_format.setter
+    def answer_format(self, answer_format: AnswerFormat) -> None:
+        self.context.answer_format = answer_format
 
     def engine(
         self,

@@ -264,10 +264,12 @@ def save_causal(
     head: str = "ForCausalLM",
     *,
     kind: str = "bpe",
+    added_tokens: Sequence[transformers.AddedToken] = (),
     **config: object,
 ) -> Path:
     """A random causal model with a byte-level tokenizer that ends every text by its last token."""
     tokenizer = make_tokenizer(kind, max_tokens=96)
+    tokenizer.add_tokens(list(added_tokens))
     end = tokenizer.eos_token or tokenizer.sep_token
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=["$A", end], special_tokens=[(end, tokenizer.convert_tokens_to_ids(end))]

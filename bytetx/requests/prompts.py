@@ -1,17 +1,19 @@
 """Prompts to token ids: strings, token ids and chats."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from bytetx.checkpoint.answer_format import TAIL_TOKENS, AnswerFormat
 from bytetx.checkpoint.chat_template import ChatTemplate, Message, checked_options, is_message
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.errors import InputError, TooLongError
 from bytetx.requests.inputs import InputReader
 from bytetx.runtime.forking import computing
+from bytetx.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,40 @@ def is_chat(prompt: object) -> bool:
     if isinstance(prompt, ChatPrompt):
         return True
     return isinstance(prompt, list | tuple) and bool(prompt) and is_message(prompt[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEnds:
+    """Reads from the ends of chats whether their answers have reasoning first."""
+
+    answer_format: AnswerFormat
+    tokenizer: Tokenizer | None
+
+    def opens_reasoning(self, prompt: Prompt, token_ids: Sequence[int]) -> bool:
+        """Whether the chat's template has opened the reasoning of the answer."""
+        tail = self._tail(prompt, token_ids)
+        return tail is not None and self.answer_format.opens_reasoning(tail)
+
+    def params(
+        self, params: SamplingParams, prompt: Prompt, token_ids: Sequence[int]
+    ) -> SamplingParams:
+        """The params of the answer to a prompt, whose form begins after its reasoning."""
+        form = params.structured_outputs
+        if form is None or form.begin is not None:
+            return params
+        tail = self._tail(prompt, token_ids)
+        begin = None if tail is None else self.answer_format.begin(tail)
+        if begin is None:
+            return params
+        return replace(params, structured_outputs=replace(form, begin=begin))
+
+    def _tail(self, prompt: Prompt, token_ids: Sequence[int]) -> str | None:
+        """The end of a chat's text; None where it does not matter."""
+        has_none = self.answer_format.thinking is None or self.tokenizer is None
+        if has_none or not is_chat(prompt):
+            return None
+        assert self.tokenizer is not None
+        return self.tokenizer.decode_plain(token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
 
 
 # Replaces a prompt that is an error already, so that the others keep their index.

@@ -6,6 +6,8 @@ from functools import cached_property
 from typing import TypeVar
 
 from bytetx.arguments import check_text
+from bytetx.checkpoint.answer_format import AnswerFormat, find_answer_format
+from bytetx.checkpoint.byte_level import special_tokens
 from bytetx.checkpoint.control_tokens import ChatEncoder
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
@@ -145,6 +147,15 @@ class TaskContext:
     def output_size(self) -> int:
         """Numbers of a token's last hidden state."""
         return self.spec.output_size
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How answers to chats hold reasoning and calls of tools."""
+        template = self.checkpoint.chat_template
+        if template is None or self.tokenizer is None:
+            return AnswerFormat()
+        special = special_tokens(self.tokenizer.backend)
+        return find_answer_format(template.sources, {text: i for i, text in special.items()})
 
     @cached_property
     def decision_prompts(self) -> DecisionPrompts:

@@ -22,7 +22,7 @@ from bytetx.nn.adapted_rows import Adapter
 from bytetx.nn.adapters import Adapters, adapter_at, named_adapters
 from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import LoadedCheckpoint
-from bytetx.requests.prompts import Prompt, PromptReader
+from bytetx.requests.prompts import ChatEnds, Prompt, PromptReader
 from bytetx.sampling_params import SamplingParams
 from bytetx.tasks.context import TaskContext
 from bytetx.tasks.generation_stream import AsyncGeneration
@@ -88,6 +88,7 @@ class GenerationCall(Generic[T]):
     params: Params
     reader: PromptReader
     options: GenerateOptions
+    ends: ChatEnds
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class PromptCall(Generic[T]):
     params: SamplingParams
     template_kwargs: Mapping[str, Any]
     adapter: str | None
+    ends: ChatEnds
 
 
 class IdleEngine(NamedTuple):
@@ -218,7 +220,8 @@ def generate_one(
     adapter = options.adapter
     if not isinstance(adapter, str | None):
         raise OptionError(f"adapter must be one name for one prompt, got {shown(adapter)}")
-    return PromptCall(prompt, params, checked_options(options.chat_template_kwargs), adapter)
+    template = checked_options(options.chat_template_kwargs)
+    return PromptCall(prompt, params, template, adapter, _chat_ends(context))
 
 
 @task(
@@ -254,7 +257,12 @@ def generate(
             except InputError as error:
                 raise InputError(f"params[{index}]: {error}") from None
     check_iterable("prompts", prompts)
-    return GenerationCall(prompts, params, prompt_reader(context.checkpoint, options), options)
+    reader = prompt_reader(context.checkpoint, options)
+    return GenerationCall(prompts, params, reader, options, _chat_ends(context))
+
+
+def _chat_ends(context: TaskContext) -> ChatEnds:
+    return ChatEnds(context.answer_format, context.tokenizer)
 
 
 def prompt_reader(checkpoint: LoadedCheckpoint, options: ChatOptions) -> PromptReader:
@@ -303,7 +311,7 @@ class GenerationRun:
         """
         self._adapters = adapters
         self._taken, self._engine = taken, taken.engine
-        self._reader, self._params = call.reader, call.params
+        self._reader, self._params, self._ends = call.reader, call.params, call.ends
         self._read_ahead, self._streams = taken.sizes.max_num_seqs, streams
         # A bad prompt gives a RequestOutput with its error, instead of raising it.
         self._keeps_errors = call.options.on_error == "return"
@@ -379,7 +387,7 @@ class GenerationRun:
 
     def _add(self, prompts: list[Prompt]) -> Iterator[RequestOutput]:
         """Queues prompts; yields the RequestOutputs of those that are refused."""
-        for token_ids in self._reader.read(prompts):
+        for prompt, token_ids in zip(prompts, self._reader.read(prompts), strict=True):
             index = self._num_read
             self._num_read += 1
             if isinstance(token_ids, InputError):
@@ -392,6 +400,7 @@ class GenerationRun:
             if isinstance(adapter, Sequence):
                 adapter = adapter_at(adapter, index)
             try:
+                params = self._ends.params(params, prompt, token_ids)
                 added = self._engine.add_request(
                     token_ids, params, streams=self._streams, adapter=adapter
                 )

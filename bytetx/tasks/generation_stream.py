@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from threading import Condition, Lock, Thread
+from typing import NamedTuple
 
 from bytetx.encode.request import RunStats
 from bytetx.errors import ClosedError, DeadlineError, QueueFullError, TooLargeError
@@ -157,16 +158,28 @@ class GenerationThread:
             ending.join(_LAST_READ_S)
 
 
+class ReadPrompt(NamedTuple):
+    """A prompt's token ids, and the params of its answer.
+
+    is_reasoning: whether the prompt has opened the reasoning of the answer.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    is_reasoning: bool
+
+
 class AsyncGeneration(AsyncIterator[RequestOutput]):
     """The RequestOutputs of one prompt as they are generated, of params.n outputs by their index.
 
-    num_prompt_tokens: known with the first piece.
+    num_prompt_tokens, is_reasoning (whether a chat's template has opened the reasoning of the
+    answer): known with the first piece.
     """
 
     def __init__(
         self,
         thread: GenerationThread,
-        read_prompt: Callable[[], list[int]],
+        read_prompt: Callable[[], ReadPrompt],
         params: SamplingParams,
         *,
         is_chat: bool,
@@ -175,7 +188,7 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
         group: PromptGroup | None,
         adapter: Adapter | None = None,
     ):
-        """read_prompt: the prompt's token ids; it runs in a thread, as does building the engine.
+        """read_prompt: it runs in a thread, as does building the engine.
 
         group: of the request, for GenerationThread.
         """
@@ -185,7 +198,7 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
         self._pieces: AsyncGenerator[RequestOutput, None] | None = None
         self._start = self._read = self._first = self._last = 0.0
         self._num_tokens = 0
-        self.num_prompt_tokens = 0
+        self.num_prompt_tokens, self.is_reasoning = 0, False
 
     @property
     def stats(self) -> RunStats:
@@ -229,13 +242,15 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
         with self._thread.opened(self._params.n, self._group):
             reader = self._thread.readers[self._is_chat]
             loop = asyncio.get_running_loop()
-            token_ids = await loop.run_in_executor(reader, self._read_prompt)
+            token_ids, params, self.is_reasoning = await loop.run_in_executor(
+                reader, self._read_prompt
+            )
             self._read = time.perf_counter()
             self.num_prompt_tokens = len(token_ids)
             engine = await asyncio.to_thread(self._thread.engine)
             with self._thread.holding(len(token_ids) * self._params.n, self._group):
                 outputs = engine.generate(
-                    token_ids, self._params, priority=self._priority, adapter=self._adapter
+                    token_ids, params, priority=self._priority, adapter=self._adapter
                 )
                 async with aclosing(outputs) as pieces:
                     async for piece in pieces:
