@@ -83,6 +83,14 @@ _FLAGS = {
         "default_prompt": _Flag("Text put before inputs without a prompt."),
         "default_prompt_name": _Flag("A prompt of the checkpoint, likewise."),
         "generation_config": _Flag(GENERATION_CONFIG_HELP),
+        "tool_call_parser": _Flag(
+            "Format of tool calls: hermes, llama3_json, mistral, mistral_args; none leaves calls "
+            "in the text; auto: by the chat template."
+        ),
+        "reasoning_parser": _Flag(
+            "Format of reasoning: think or mistral; none leaves it in the text; auto: by the chat "
+            "template."
+        ),
         "families": _Flag(FAMILIES_HELP),
         "threads": _Flag(
             "CPU threads; all cores if not given.", more={"min": 1, "max": MAX_THREADS, **_SHOWN}

@@ -1,5 +1,7 @@
 """The form of an answer as requests ask for it: OpenAI's response_format, and vLLM's fields."""
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from bytetx.serve.errors import ServeError
@@ -25,6 +27,28 @@ def structured_outputs(body: GenerationRequest) -> dict[str, Any] | None:
     if form is not None and body.guided_whitespace_pattern is not None:
         form["whitespace_pattern"] = body.guided_whitespace_pattern
     return form
+
+
+def answer_schema(form: Mapping[str, Any] | None) -> object:
+    """The JSON schema of an answer that may call tools instead; None where it has no form.
+
+    Raises ServeError for a form that does not go with tools.
+    """
+    if form is None:
+        return None
+    if form.get("json_object"):
+        return {"type": "object"}
+    if "json" not in form:
+        raise ServeError(
+            "validation",
+            "beside tools an answer may be held to a JSON schema, and to no other form: "
+            f"leave out {', '.join(form)}, or the tools",
+        )
+    schema = form["json"]
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        raise ServeError("validation", f"the answer's JSON schema is no JSON: {error}") from None
 
 
 def _asked(body: GenerationRequest) -> dict[str, dict[str, Any]]:

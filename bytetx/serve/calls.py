@@ -77,7 +77,8 @@ class Piece(NamedTuple):
     output: its number, below n.  num_tokens: the new tokens.  logprobs: one row for each token,
     where asked for, as of OutputLogprobs.
     finish_reason: None until the output ends: stop, length or abort.
-    num_prompt_tokens: of the whole prompt.
+    num_prompt_tokens: of the whole prompt.  is_reasoning: whether the prompt has opened the
+    reasoning of its answers.
     """
 
     output: int
@@ -86,6 +87,7 @@ class Piece(NamedTuple):
     logprobs: list[Any] | None
     finish_reason: str | None
     num_prompt_tokens: int
+    is_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class ModelFacts:
 
     info: of Model.info().  tasks: names of engine.TASKS that it can run.  main_task: what POST /
     does.  created: seconds since 1970, of loading.  parent: of an adapter, the model's name.
+    tool_calls, reasoning: names of AnswerFormat.
     """
 
     name: str
@@ -106,6 +109,8 @@ class ModelFacts:
     similarity: str
     created: int
     parent: str | None = None
+    tool_calls: str = ""
+    reasoning: str = ""
 
     @property
     def max_tokens(self) -> int:

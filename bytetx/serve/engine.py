@@ -28,6 +28,7 @@ from bytetx.ops.host import release_heap_after
 from bytetx.requests.chunks import offsets_of
 from bytetx.requests.prompts import ChatPrompt, Prompt
 from bytetx.sampling_params import SamplingParams
+from bytetx.serve.answer_forms import answer_schema
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.left_truncation import LeftTruncation
@@ -37,7 +38,7 @@ from bytetx.serve.token_logprobs import OutputLogprobs, TokenTexts
 from bytetx.tasks.catalog import declared_task, declared_tasks
 from bytetx.tasks.document_questions import asks_about_documents
 from bytetx.tasks.embed_group import is_small
-from bytetx.tasks.generation_stream import PromptGroup
+from bytetx.tasks.generation_stream import AsyncGeneration, PromptGroup
 from bytetx.tasks.rerank import reranks_by_prompts, why_no_score
 from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.task import PromptOptions, TaskOptions, TaskSpec
@@ -94,6 +95,8 @@ def model_facts(source: ModelSource, model: Model) -> ModelFacts:
         gives_token_vectors=sentence.multi_vector is not None,
         similarity=model.similarity_function,
         created=int(time.time()),
+        tool_calls=model.answer_format.tool_calls,
+        reasoning=model.answer_format.reasoning,
     )
 
 
@@ -215,13 +218,24 @@ class LocalBackend:
         self._adapted[facts.name] = replace(served, facts=facts, model=model)
 
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
+        options = dict(call.options)
+        grammar = options.pop("tool_grammar", None)
         try:
             served = self._find(call.model, call.priority)
-            options = dict(call.options)
-            prompt = _prompt(call.inputs, options.pop("chat_template_kwargs", None))
+            template_kwargs = options.pop("chat_template_kwargs", None)
+            prompt = _prompt(call.inputs, template_kwargs)
             name, group = options.pop("group", None), PromptGroup()
             if name is not None:
                 group = self._prompt_groups.setdefault(name, group)
+            answers = served.model.model.answer_format
+            if grammar is not None:
+                options["structured_outputs"] = answers.tool_grammar(
+                    template_kwargs["tools"],
+                    **grammar,
+                    answer=answer_schema(options.get("structured_outputs")),
+                )
+            if options.pop("parses", False) and answers.special_ids:
+                options["skip_special_tokens"] = False  # what is parsed must be in the text
             params = SamplingParams(**_sampling(options))
             logprobs = defaultdict[int, OutputLogprobs](
                 lambda: OutputLogprobs(
@@ -236,9 +250,12 @@ class LocalBackend:
                     if output.error is not None:
                         raise output.error
                     rows = logprobs[output.index].rows(output) if output.logprobs else None
-                    yield _piece(output, rows, outputs.num_prompt_tokens)
+                    yield _piece(output, rows, outputs)
         except Exception as error:
-            raise self._serve_error(error) from error
+            found = self._serve_error(error)
+            if grammar is not None:  # which the client did not write
+                found.message = found.message.replace("structured_outputs.grammar", "tools", 1)
+            raise found from error
 
     def _serve_error(self, error: Exception) -> ServeError:
         """The answer to an error; one that is a fault of the program is raised again."""
@@ -652,7 +669,7 @@ def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _piece(
-    output: RequestOutput, logprobs: list[list[Any]] | None, num_prompt_tokens: int
+    output: RequestOutput, logprobs: list[list[Any]] | None, outputs: AsyncGeneration
 ) -> Piece:
     return Piece(
         output.index,
@@ -660,5 +677,6 @@ def _piece(
         len(output.token_ids),
         logprobs,
         output.finish_reason,
-        num_prompt_tokens,
+        outputs.num_prompt_tokens,
+        outputs.is_reasoning,
     )

@@ -77,6 +77,8 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
     )
     if model.checkpoint.generates:
         model._set_kv_cache_dtype(settings.kv_cache_dtype)
+    if model.checkpoint.chat_template is not None:
+        model.answer_format = settings.answer_format(model.answer_format)
     num_drafted = settings.num_speculative_tokens if model.spec.takes_drafts else 0
     facts = model_facts(source, model)
     queue = AsyncModel(

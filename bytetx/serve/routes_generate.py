@@ -16,6 +16,7 @@ from bytetx.errors import shown
 from bytetx.serve.answer_forms import structured_outputs
 from bytetx.serve.answers import check_batch, count_characters, json_answer
 from bytetx.serve.calls import Call, ModelFacts, Piece, Timings
+from bytetx.serve.chat_answers import ChatChoice, ChatPlan, message_json, plan_chat
 from bytetx.serve.errors import ServeError
 from bytetx.serve.gateway import EventStream, Exchange
 from bytetx.serve.logprobs import (
@@ -39,6 +40,7 @@ class Choice:
     logprobs: list[Any] = field(default_factory=list)
     finish_reason: str | None = None
     num_characters: int = 0
+    is_reasoning: bool = False  # what its prompt has opened
 
 
 @dataclass(slots=True)
@@ -141,8 +143,9 @@ async def chat_completions(body: ChatRequest, exchange: Exchange) -> Response:
     max_tokens = body.max_completion_tokens or body.max_tokens
     options = _options(body, max_tokens=max_tokens, logprobs=logprobs) | {"is_chat": True}
     options["chat_template_kwargs"] = _template_kwargs(body)
+    plan = plan_chat(body, facts, options)
     run = _start(exchange, facts, [body.messages], options)
-    form = _Chat(exchange, run)
+    form = _Chat(exchange, run, plan)
     if body.stream:
         return await _stream(form, includes_usage=_includes_usage(body))
     choices = await _collect(run)
@@ -210,26 +213,44 @@ class _Chat(_AnswerForm):
     kind = "chatcmpl"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, exchange: Exchange, run: PromptRequest, plan: ChatPlan):
+        super().__init__(exchange, run)
+        self._plan = plan
+        self._streamed: dict[int, ChatChoice] = {}
+
     def choice(self, number: int, choice: Choice) -> dict[str, Any]:
+        text, reason = "".join(choice.text), choice.finish_reason
+        message = message_json(self._plan, text, is_reasoning=choice.is_reasoning)
+        has_called = reason == "stop" and "tool_calls" in message
         return {
             "index": number,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": message,
             "logprobs": chat_logprobs(choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": "tool_calls" if has_called else reason,
         }
 
     def first_events(self) -> list[dict[str, Any]]:
+        # Of an answer that may be calls alone the content is null: then it is in no delta.
+        content = {} if self._plan.names is not None else {"content": ""}
+        delta = {"role": "assistant"} | content
         return [
-            {"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            for number in range(self.run.n)
+            {"index": number, "delta": delta, "finish_reason": None} for number in range(self.run.n)
         ]
 
     def piece(self, number: int, piece: Piece) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        reason = _finish(piece)
+        if self._plan.parses:
+            choice = self._streamed.get(number)
+            if choice is None:
+                choice = self._streamed[number] = ChatChoice(self._plan, piece)
+            delta = choice.delta(piece)
+            reason = choice.finish_reason(reason)
         return {
             "index": number,
-            "delta": {"content": piece.text} if piece.text else {},
+            "delta": delta,
             "logprobs": chat_logprobs(piece.logprobs or []),
-            "finish_reason": _finish(piece),
+            "finish_reason": reason,
         }
 
 
@@ -268,6 +289,7 @@ async def _collect(run: PromptRequest) -> list[Choice]:
         async for number, piece in pieces:
             choice = choices[number]
             choice.text.append(piece.text)
+            choice.is_reasoning = piece.is_reasoning
             choice.logprobs += piece.logprobs or []
             choice.finish_reason = _finish(piece) or choice.finish_reason
     return choices

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from bytetx.serve.schemas import ANY_VALUE, ListOf, Messages, OpenRequest, OrNull, Texts
+from bytetx.serve.schemas_tools import ToolChoice, Tools
 
 # Fields of OpenAI's API, vLLM, SGLang and llama.cpp that completions and chats have in common.
 _GENERATION = {
@@ -62,15 +63,13 @@ _CHATS = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True,),
     "prediction": ANY_VALUE,  # it makes an answer faster, not another one
     "prompt_cache_key": ANY_VALUE,
     "prompt_cache_options": ANY_VALUE,
     "prompt_cache_retention": ANY_VALUE,
-    "separate_reasoning": (False,),
+    "separate_reasoning": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("auto", "none"),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -175,7 +174,9 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: OrNull[bool] = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
+    tools: Tools = Field(None, description="Functions, for the chat template and the answer.")
+    tool_choice: ToolChoice | None = Field(None, description="auto where there are tools.")
+    parallel_tool_calls: OrNull[bool] = True
     documents: list[dict[str, Any]] | None = Field(None, description="For the chat template.")
     reasoning_effort: str | None = Field(None, description="For the chat template.")
     add_generation_prompt: bool | None = Field(None, description="Begin an answer; true.")

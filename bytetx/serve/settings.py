@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bytetx.arguments import check_adapter_name, check_draft_size, check_kv_cache_dtype
+from bytetx.checkpoint.answer_format import AnswerFormat
 from bytetx.checkpoint.names import name_of
 from bytetx.errors import OptionError, shown
 
@@ -53,6 +54,8 @@ class ServeSettings:
     threads: int | None = None
     accepts_any_name: bool = False
     generation_config: str = "auto"
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     ignores_unknown_fields: bool = False
     families: str | None = None
     pooling: str | None = None
@@ -113,6 +116,7 @@ class ServeSettings:
             object.__setattr__(self, "pooling", _TEI_POOLING[self.pooling])
         check_draft_size(self.num_speculative_tokens)
         check_kv_cache_dtype(self.kv_cache_dtype)
+        self.answer_format(AnswerFormat())  # checks the names
         served = [*names, *(f"{model}:{name}" for model, name, _ in self._adapters())]
         twice = next((name for name in served if served.count(name) > 1), None)
         if twice is not None:
@@ -122,6 +126,13 @@ class ServeSettings:
                 "--api-key must be one or more visible ASCII characters, as a header carries them, "
                 "and one of those given is not; leave it out to serve without a key"
             )
+
+    def answer_format(self, found: AnswerFormat) -> AnswerFormat:
+        """The format of answers of a model.  found: by its chat template.
+
+        Raises OptionError for a name that is not known.
+        """
+        return found.changed(tool_calls=self.tool_call_parser, reasoning=self.reasoning_parser)
 
     def adapters_of(self, model: str) -> dict[str, str]:
         """The paths of a model's adapters, by name."""

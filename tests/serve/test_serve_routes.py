@@ -420,7 +420,11 @@ def test_completions_with_drafts(
         ("completions", {"temperature": 7}, "temperature"),
         ("completions", {"logit_bias": {"x": 1}}, "logit_bias"),
         ("completions", {"prompt": [10**6]}, "1000000"),
-        ("chat/completions", {"tools": [{}], "tool_choice": "required"}, "tool_choice"),
+        (
+            "chat/completions",
+            {"tools": [{}], "tool_choice": "required"},
+            "tools: [0].function must",
+        ),
         ("chat/completions", {"tools": "search"}, "tools"),
         ("chat/completions", {"response_format": {"type": "json"}}, "response_format"),
         ("completions", {"response_format": {"type": "json_schema"}}, "json_schema.schema"),
