@@ -21,6 +21,10 @@ class OptionError(InputError):
     """An option whose value is refused, whatever the texts are."""
 
 
+class WeightFormatError(OptionError):
+    """A dtype of weights, such as int8, that a model cannot run in on its device."""
+
+
 class TooLongError(InputError):
     """A text with more tokens than the model has positions, where truncation was not asked for."""
 

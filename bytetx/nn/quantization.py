@@ -8,7 +8,7 @@ import torch
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Weights
-from bytetx.errors import OptionError
+from bytetx.errors import OptionError, WeightFormatError
 from bytetx.nn import fp8, int8
 from bytetx.nn.kept_codes import keeps_codes, kept_bits
 from bytetx.nn.layer import LayerWeights
@@ -145,14 +145,17 @@ def wanted_quantization(
 ) -> str | None:
     """The key of WEIGHT_FORMATS that dtype is; None for a plain dtype.
 
-    Raises OptionError where this model cannot run so on this device.
+    Raises WeightFormatError where this model cannot run so on this device.
     """
     if not isinstance(dtype, str) or dtype not in WEIGHT_FORMATS:
         return None
     if not spec.num_layers:
-        raise OptionError(
+        raise WeightFormatError(
             f"dtype {dtype} is of what layers multiply, and a static embedding has no layers; use "
             "float32 or float16"
         )
-    weight_format(dtype, spec).check(spec, device)
+    try:
+        weight_format(dtype, spec).check(spec, device)
+    except OptionError as error:
+        raise WeightFormatError(str(error)) from error
     return dtype

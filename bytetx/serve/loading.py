@@ -11,8 +11,8 @@ import torch
 
 from bytetx.async_model import AsyncModel
 from bytetx.buckets import round_tokens
-from bytetx.errors import OptionError, shown
-from bytetx.model import load
+from bytetx.errors import OptionError, WeightFormatError, shown
+from bytetx.model import Model, load
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.serve.calls import Call, ModelFacts
 from bytetx.serve.engine import LocalBackend, ServedModel, model_facts
@@ -34,7 +34,8 @@ def load_models(settings: ServeSettings) -> list[ServedModel]:
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    served = [_load_model(source, settings) for source in settings.models]
+    refusals: list[WeightFormatError] = []
+    served = [_load_model(source, settings, refusals) for source in settings.models]
     _check_taken(settings, [one.model.model.checkpoint for one in served])
     return served
 
@@ -60,21 +61,18 @@ def _check_taken(settings: ServeSettings, checkpoints: Sequence[LoadedCheckpoint
         raise OptionError(f"{refused}, and none of {names} is one; leave it out")
 
 
-def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
-    model = load(
-        source.path,
-        device=settings.device,
-        dtype=settings.dtype,
-        batch_invariant=settings.batch_invariant,
-        tp=settings.tp,
-        token_budget=settings.max_batch_tokens,
-        prefix_cache_bytes=settings.prefix_cache_bytes,
-        generation_config=settings.generation_config,
-        families=settings.families,
-        revision=settings.revision,
-        local_files_only=settings.local_files_only,
-        adapters=settings.adapters_of(source.name),
-    )
+def _load_model(
+    source: ModelSource, settings: ServeSettings, refusals: list[WeightFormatError]
+) -> ServedModel:
+    """refusals: of the models so far that settings.dtype is not for; may get one more."""
+    try:
+        model = _load_in(settings.dtype, source, settings)
+    except WeightFormatError as refusal:
+        refusals.append(refusal)
+        if len(refusals) == len(settings.models):
+            raise refusals[0] from None
+        logger.warning("%s is loaded with --dtype auto: %s", source.name, refusal)
+        model = _load_in("auto", source, settings)
     if model.checkpoint.generates:
         model._set_kv_cache_dtype(settings.kv_cache_dtype)
     if model.checkpoint.chat_template is not None:
@@ -93,6 +91,23 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
     logger.info("loaded %s: %r", source.name, model)
     left, texts = LeftTruncation(model.tokenizer), TokenTexts(model.tokenizer)
     return ServedModel(facts, queue._bounded(), left, texts)
+
+
+def _load_in(dtype: str, source: ModelSource, settings: ServeSettings) -> Model:
+    return load(
+        source.path,
+        device=settings.device,
+        dtype=dtype,
+        batch_invariant=settings.batch_invariant,
+        tp=settings.tp,
+        token_budget=settings.max_batch_tokens,
+        prefix_cache_bytes=settings.prefix_cache_bytes,
+        generation_config=settings.generation_config,
+        families=settings.families,
+        revision=settings.revision,
+        local_files_only=settings.local_files_only,
+        adapters=settings.adapters_of(source.name),
+    )
 
 
 async def warm_up(backend: LocalBackend) -> None:

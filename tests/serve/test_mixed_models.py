@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from checkpoints import save_causal
 from serving import InProcess
+from static_models import save_model2vec
 from tiny import save
 from tiny_decoders import tiny_decoder
 
-from bytetx.errors import OptionError
+from bytetx.errors import OptionError, WeightFormatError
 from bytetx.serve.loading import load_models
 from bytetx.serve.settings import ServeSettings, model_sources
 
@@ -70,6 +71,20 @@ def test_an_option_that_no_model_takes_is_refused(
     models = {name: checkpoints[name] for name in ("embedder", "classifier")}
     with pytest.raises(OptionError, match=f"{named}.*none of embedder, classifier is one"):
         serve(models, **{option: value})
+
+
+def test_a_dtype_of_weights_is_of_the_models_that_take_it(
+    checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    static = save_model2vec(tmp_path / "static")
+    models = {"static": static, "writer": checkpoints["writer"]}
+    server = serve(models, dtype="int8")
+    assert server.model("writer").info()["dtype"].startswith("int8")
+    assert server.model("static").info()["dtype"] == "float32"
+    assert "static is loaded with --dtype auto: dtype int8 is of what layers" in caplog.text
+    assert server.post("/embed", {"model": "static", "inputs": "fox"}).status_code == 200
+    with pytest.raises(WeightFormatError, match="a static embedding has no layers"):
+        serve({"one": static, "other": static}, dtype="int8")
 
 
 def test_a_cache_dtype_that_is_not_known_is_refused_before_models_load() -> None:
