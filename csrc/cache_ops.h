@@ -107,6 +107,8 @@ struct PagedAttentionParams {
     DType dtype;    // f32 or bf16 on a CPU
     // A row has the same bits in a piece of one row as in any other; decode reads keys slower.
     bool batch_invariant;
+    const uint8_t* k_scales;  // [num_pages, num_kv_heads, page_size], where k_cache is E4M3 codes
+    const uint8_t* v_scales;  // as k_scales; both or neither
 };
 
 // cuda only. What each CTA of planned_paged_attention does, from lengths on the device: made once a

@@ -33,15 +33,3 @@ def restore_kv(codes: Tensor, scales: Tensor) -> Tensor:
     """(codes uint8 [..., head_dim], scales uint8 [...]) -> f32 [..., head_dim]."""
     factors = (scales.int() << 23).view(torch.float32)  # NaN becomes inf, whose products show it
     return codes.view(_E4M3).float() * factors[..., None]
-
-
-def restored_pages(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """(codes uint8 [pages, page_size, num_kv_heads, head_dim], scales uint8 [pages, num_kv_heads,
-    page_size]) -> [pages, page_size, num_kv_heads, head_dim] in bf16 or f32, exactly."""
-    # A code's seven bits are those of a number of bf16 that is 2^120 times too small. Torch's own
-    # conversion from E4M3 takes four times as long on a CPU.
-    bits = codes.view(torch.int8).to(torch.int16)
-    small = bits.bitwise_left_shift_(4).bitwise_and_(-0x7810).view(torch.bfloat16)
-    exponents = (scales.transpose(1, 2).int() + 120).clamp_(max=255)
-    factors = (exponents << 23).view(torch.float32).to(dtype)
-    return small.to(dtype).mul_(factors[..., None])

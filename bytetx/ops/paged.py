@@ -16,7 +16,6 @@ from bytetx.ops.check import (
     require_softcap,
     require_tensor,
 )
-from bytetx.ops.kv_codes import restored_pages
 from bytetx.ops.native import empty_rows
 from bytetx.ops.paged_plan import (
     EarlyRead,
@@ -30,7 +29,6 @@ from bytetx.ops.registry import Operation
 _INT32 = (torch.int32,)
 # Of a layer's keys and values that are restored from codes for a step with pieces of prompts.
 MAX_RESTORED_BYTES = 512 << 20
-_RESTORED_AT_A_TIME = 16 << 20  # bytes, of keys and values on a CPU
 _MAX_GROUP = 256  # query heads on one key head: kGroupQueries in csrc/cpu/attention.h
 
 
@@ -446,9 +444,7 @@ def _takes_kernel(device: torch.device, calls: PagedCalls) -> bool:
     return is_native and fits
 
 
-@PAGED_ATTENTION.native_kernel(
-    "cpu", takes=lambda device, calls: _takes_kernel(device, calls) and not calls.has_codes
-)
+@PAGED_ATTENTION.native_kernel("cpu", takes=_takes_kernel)
 def run_kernel(
     q: Tensor,
     k_cache: Tensor,
@@ -518,69 +514,10 @@ def run_kernel(
         softcap=softcap,
         dtype=native.DTYPE_CODES[q.dtype],
         batch_invariant=batch_invariant,
+        k_scales=k_scales,
+        v_scales=v_scales,
         launch=launch,
     )
-    return out
-
-
-@PAGED_ATTENTION.register(
-    "restored",
-    "cpu",
-    why_missing=lambda device: native.why_no_kernel("paged_attention", device),
-    takes=lambda device, calls: _takes_kernel(device, calls) and calls.has_codes,
-)
-def _run_restored_on_cpu(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    page_table: Tensor,
-    kv_seqlens: Tensor,
-    window: int,
-    k_scales: Tensor,
-    v_scales: Tensor,
-    out: Tensor | None,
-    **options: Any,
-) -> Tensor:
-    """The native kernel on keys and values that are written out in q's dtype, those of some
-    sequences at a time."""
-    out = empty_rows(len(q), q.shape[1:], q.dtype) if out is None else out
-    num_pages, page_size = k_cache.shape[:2]
-    seqlens, columns = cu_seqlens.diff(), torch.arange(page_table.shape[1])
-    first = (kv_seqlens - seqlens - window + 1).clamp(min=0) // page_size if window else seqlens * 0
-    end = torch.where(seqlens > 0, (kv_seqlens + page_size - 1) // page_size, 0)
-    is_read = (columns >= first[:, None]) & (columns < end[:, None])
-    most = max(_RESTORED_AT_A_TIME // (4 * k_cache[:1].numel()), 1) if num_pages else 1
-    counts, rows = is_read.sum(1).tolist(), cu_seqlens.tolist()
-    start = 0
-    while start < len(counts):
-        stop, total = start + 1, counts[start]
-        while stop < len(counts) and total + counts[stop] <= most:
-            total, stop = total + counts[stop], stop + 1
-        own = is_read[start:stop]
-        pages = page_table[start:stop][own].long()
-        if total and not 0 <= int(pages.min()) <= int(pages.max()) < num_pages:
-            raise ValueError(f"page_table[{start}:{stop}] must name pages below {num_pages}")
-        table = torch.full(own.shape, -1, dtype=torch.int32)
-        table[own] = torch.arange(total, dtype=torch.int32)
-        part = slice(rows[start], rows[stop])
-        # Indexing by a tensor takes 15 times as long as index_select there.
-        k, k_own, v, v_own = (
-            t.index_select(0, pages) for t in (k_cache, k_scales, v_cache, v_scales)
-        )
-        run_kernel(
-            q[part],
-            restored_pages(k, k_own, q.dtype),
-            restored_pages(v, v_own, q.dtype),
-            cu_seqlens=cu_seqlens[start : stop + 1] - rows[start],
-            page_table=table,
-            kv_seqlens=kv_seqlens[start:stop].contiguous(),
-            window=window,
-            out=out[part],
-            **options,
-        )
-        start = stop
     return out
 
 

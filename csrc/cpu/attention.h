@@ -38,6 +38,8 @@ struct AttentionInput {
     const float* sinks;         // [num_heads], or null for none; of tiles, not of decode items
     const void* pos_k;          // disentangled attention's, as are pos_q and buckets; null: none
     const void* pos_q;          // [num_buckets, num_heads, head_dim], as pos_k
+    const uint8_t* k_scales;    // where k and v are E4M3 codes in pages, as PagedAttentionParams'
+    const uint8_t* v_scales;    // both or neither
     const int32_t* buckets;     // [2 * relative_bias_span - 1], or null: no disentangled attention
 
     int32_t num_queries(int64_t sequence) const {
@@ -81,9 +83,11 @@ struct AttentionScratch {
     int64_t scores_words() const { return int64_t{kKeyBlock} * kMaxTileQueries; }
     int64_t keys_words() const { return kKeyBlock * row_words; }
     int64_t queries_words() const { return kGroupQueries * row_words; }
-    int64_t words() const {  // scores, keys, values, queries, output, and 3 words a query row
+    // Scores, keys, values, queries, output, and 3 words a query row.
+    int64_t own_words() const {
         return scores_words() + 2 * keys_words() + 2 * queries_words() + 3 * kGroupQueries;
     }
+    int64_t words() const { return own_words() + 2 * keys_words(); }  // rows restored from codes
 };
 
 // Keys whose products with the buckets' queries are made at a time: fewer repeat the packing of the

@@ -24,6 +24,7 @@
 #include <cstdint>
 
 #include "cpu/attention.h"
+#include "cpu/attention_rows.h"
 #include "cpu/attention_tile.h"
 
 namespace {
@@ -328,36 +329,26 @@ void load_queries(const AttentionInput& in, int sequence, int first_head, int nu
     }
 }
 
-// All heads of the item over one block of keys.
+// The query heads of one of the item's heads over one block of keys.
 template <class Isa, typename T>
-void decode_heads(const AttentionInput& in, const DecodeItem& item, int first_key, int num_keys,
-                  DecodeRows<T>& rows, const DecodeState& s) {
+void decode_group(const AttentionInput& in, const DecodeItem& item, int kv_head, int first_key,
+                  int num_keys, const DecodeRows<T>& rows, const DecodeState& s) {
     const int group = in.num_heads / in.num_kv_heads;
     DecodeScores how{in.softmax_scale * kLog2E, in.softcap * kLog2E, nullptr,
                      first_key - (in.num_keys(item.sequence) - 1)};
-    for (int kv_head = 0; kv_head < item.num_kv_heads; ++kv_head) {
-        const bool is_last = kv_head + 1 == item.num_kv_heads;
-        rows.offset = kv_head * int64_t{in.head_dim};
-        rows.ahead = is_last ? rows.next_keys : rows.keys;
-        rows.ahead_offset = is_last ? 0 : rows.offset + in.head_dim;
-        for (int first = 0; first < group; first += kDecodeHeads) {
-            if (in.alibi_slopes != nullptr) {
-                how.slopes = in.alibi_slopes + (item.first_kv_head + kv_head) * group + first;
-            }
-            decode_block<Isa>(s.from(kv_head * group + first), rows, num_keys,
-                              min_int(kDecodeHeads, group - first), how, in.head_dim,
-                              first_key == item.first_key);
+    for (int first = 0; first < group; first += kDecodeHeads) {
+        if (in.alibi_slopes != nullptr) {
+            how.slopes = in.alibi_slopes + (item.first_kv_head + kv_head) * group + first;
         }
+        decode_block<Isa>(s.from(kv_head * group + first), rows, num_keys,
+                          min_int(kDecodeHeads, group - first), how, in.head_dim,
+                          first_key == item.first_key);
     }
 }
 
+// All heads of the item over all its keys, whose rows hold all heads.
 template <class Isa, typename T>
-void decode(const AttentionInput& in, const DecodeItem& item, float* scratch) {
-    const DecodeState s(in.head_dim, scratch);
-    const int group = in.num_heads / in.num_kv_heads;
-    const int num_heads = item.num_kv_heads * group;
-    const int first_head = item.first_kv_head * group;
-    load_queries<Isa, T>(in, item.sequence, first_head, num_heads, s);
+void decode_heads(const AttentionInput& in, const DecodeItem& item, const DecodeState& s) {
     const KeyRows<T> k = key_rows<T>(in, in.k, in.k_stride, item.sequence, item.first_kv_head);
     const KeyRows<T> v = key_rows<T>(in, in.v, in.v_stride, item.sequence, item.first_kv_head);
     const int end = item.first_key + item.num_keys;
@@ -369,7 +360,57 @@ void decode(const AttentionInput& in, const DecodeItem& item, float* scratch) {
         for (int i = 0; i < kBlockKeys; ++i) rows.keys[i] = rows.next_keys[i];
         find_rows(v, first_key, num_keys, rows.values);
         if (num_next > 0) find_rows(k, first_key + num_keys, num_next, rows.next_keys);
-        decode_heads<Isa>(in, item, first_key, num_keys, rows, s);
+        for (int kv_head = 0; kv_head < item.num_kv_heads; ++kv_head) {
+            const bool is_last = kv_head + 1 == item.num_kv_heads;
+            rows.offset = kv_head * int64_t{in.head_dim};
+            rows.ahead = is_last ? rows.next_keys : rows.keys;
+            rows.ahead_offset = is_last ? 0 : rows.offset + in.head_dim;
+            decode_group<Isa>(in, item, kv_head, first_key, num_keys, rows, s);
+        }
+    }
+}
+
+// As decode_heads, of codes: a block of one head is restored at a time, into `restored`, for all
+// query heads.
+template <class Isa, typename R>
+void decode_codes(const AttentionInput& in, const DecodeItem& item, const DecodeState& s,
+                  R* restored) {
+    const int end = item.first_key + item.num_keys;
+    R* values = restored + int64_t{kBlockKeys} * s.stride;
+    DecodeRows<R> rows;
+    rows.offset = rows.ahead_offset = 0;
+    rows.ahead = rows.keys;
+    for (int i = 0; i < kBlockKeys; ++i) {
+        rows.keys[i] = restored + int64_t{i} * s.stride;
+        rows.values[i] = values + int64_t{i} * s.stride;
+    }
+    for (int first_key = item.first_key; first_key < end; first_key += kBlockKeys) {
+        const int num_keys = min_int(kBlockKeys, end - first_key);
+        // Vectors of keys are whole: those behind the last one are its copies.
+        for (int i = num_keys; i < kBlockKeys; ++i) rows.keys[i] = rows.keys[num_keys - 1];
+        for (int kv_head = 0; kv_head < item.num_kv_heads; ++kv_head) {
+            const int head = item.first_kv_head + kv_head;
+            restore_rows<Isa>(code_rows(in, in.k, in.k_scales, in.k_stride, item.sequence, head),
+                              first_key, num_keys, in.head_dim, restored, s.stride);
+            restore_rows<Isa>(code_rows(in, in.v, in.v_scales, in.v_stride, item.sequence, head),
+                              first_key, num_keys, in.head_dim, values, s.stride);
+            decode_group<Isa>(in, item, kv_head, first_key, num_keys, rows, s);
+        }
+    }
+}
+
+template <class Isa, typename T>
+void decode(const AttentionInput& in, const DecodeItem& item, float* scratch) {
+    const DecodeState s(in.head_dim, scratch);
+    const int group = in.num_heads / in.num_kv_heads;
+    const int num_heads = item.num_kv_heads * group;
+    const int first_head = item.first_kv_head * group;
+    load_queries<Isa, T>(in, item.sequence, first_head, num_heads, s);
+    if (in.k_scales == nullptr) {
+        decode_heads<Isa, T>(in, item, s);
+    } else {
+        float* restored = scratch + AttentionScratch(in.head_dim).own_words();
+        decode_codes<Isa>(in, item, s, reinterpret_cast<Restored<Isa, T>*>(restored));
     }
     const int64_t words = bytetx::cpu::decode_partial_words(in.head_dim);
     for (int head = 0; head < num_heads; ++head) {

@@ -219,6 +219,24 @@ void attend_tile(const Workspace<Isa>& w, const AttentionInput& in, int head, co
     value_block<Isa>(w, values, at.num_keys, tile, target);
 }
 
+// keys and values from codes.
+template <class Isa, typename T>
+void pack_codes(const Workspace<Isa>& w, const AttentionInput& in, int sequence, int kv_head,
+                int first_key, int num_keys, int num_tiles, float* scratch, Operand& keys,
+                Operand& values) {
+    using R = Restored<Isa, T>;
+    const AttentionScratch sizes(in.head_dim);
+    const int64_t stride = sizes.row_words;
+    auto* restored = reinterpret_cast<R*>(scratch + sizes.own_words());
+    auto* second = reinterpret_cast<R*>(scratch + sizes.own_words() + sizes.keys_words());
+    restore_rows<Isa>(code_rows(in, in.k, in.k_scales, in.k_stride, sequence, kv_head), first_key,
+                      num_keys, in.head_dim, restored, stride);
+    restore_rows<Isa>(code_rows(in, in.v, in.v_scales, in.v_stride, sequence, kv_head), first_key,
+                      num_keys, in.head_dim, second, stride);
+    keys = pack_keys(w, KeyRows<R>{restored, stride, nullptr, 0}, 0, num_keys, num_tiles);
+    values = pack_values(w, KeyRows<R>{second, stride, nullptr, 0}, 0, num_keys, num_tiles);
+}
+
 // The item: every tile of its queries against every key block of its sequence that it sees.
 template <class Isa, typename T>
 void attend(const AttentionInput& in, const AttentionItem& item, float* scratch) {
@@ -245,8 +263,14 @@ void attend(const AttentionInput& in, const AttentionItem& item, float* scratch)
     const KeyRange all = visible_keys(in, total_keys, position, item.num_queries);
     for (int first_key = all.begin, end; first_key < all.end; first_key = end) {
         end = min_int((first_key / kKeyBlock + 1) * kKeyBlock, all.end);
-        const Operand keys = pack_keys(w, k, first_key, end - first_key, num_tiles);
-        const Operand values = pack_values(w, v, first_key, end - first_key, num_tiles);
+        Operand keys, values;
+        if (in.k_scales == nullptr) {
+            keys = pack_keys(w, k, first_key, end - first_key, num_tiles);
+            values = pack_values(w, v, first_key, end - first_key, num_tiles);
+        } else {
+            pack_codes<Isa, T>(w, in, item.sequence, kv_head, first_key, end - first_key, num_tiles,
+                               scratch, keys, values);
+        }
         for (int i = 0; i < item.num_queries; i += w.kTile) {
             const int num_rows = min_int(w.kTile, item.num_queries - i);
             const KeyRange seen = visible_keys(in, total_keys, position + i, num_rows);

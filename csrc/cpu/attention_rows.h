@@ -36,4 +36,54 @@ KeyRows<T> key_rows(const AttentionInput& in, const void* rows, int64_t stride, 
             in.page_shift};
 }
 
+// E4M3 codes of one head of k or v in pages, and a scale of each vector (ops/kv_codes.py), by key.
+struct CodeRows {
+    KeyRows<uint8_t> codes;
+    const uint8_t* scales;  // the head's in page 0
+    int64_t page_scales;    // from page to page
+
+    // What vectors of Isa::load_words() are multiplied by, whose numbers are 2^8 times too small.
+    float factor(int key) const {
+        const int64_t page = codes.pages[key >> codes.page_shift];
+        const uint8_t scale = scales[page * page_scales + (key & ((1 << codes.page_shift) - 1))];
+        const uint32_t bits = scale == 255 ? 0x7fc00000u : (scale + 8u) << 23;
+        return __builtin_bit_cast(float, bits);
+    }
+};
+
+inline CodeRows code_rows(const AttentionInput& in, const void* codes, const uint8_t* scales,
+                          int64_t stride, int64_t sequence, int kv_head) {
+    return {key_rows<uint8_t>(in, codes, stride, sequence, kv_head),
+            scales + (int64_t{kv_head} << in.page_shift),
+            int64_t{in.num_kv_heads} << in.page_shift};
+}
+
+template <bool kIsFirst, typename A, typename B>
+struct Chosen {
+    using Type = A;
+};
+template <typename A, typename B>
+struct Chosen<false, A, B> {
+    using Type = B;
+};
+
+// What codes are restored to, exactly: f32, or bf16 where products take pairs of it.
+template <class Isa, typename T>
+using Restored = typename Chosen<Isa::kPair == 1, float, T>::Type;
+
+// Rows of keys, one behind the other.
+template <class Isa, typename R>
+void restore_rows(const CodeRows& rows, int first_key, int num_keys, int head_dim, R* out,
+                  int64_t stride) {
+    using Wide = typename Isa::Wide;
+    for (int key = first_key; key < first_key + num_keys; ++key, out += stride) {
+        const uint8_t* codes = rows.codes(key);
+        const typename Wide::Vec factor = Wide::set1(rows.factor(key));
+        for (int i = 0; i < head_dim; i += Wide::kWidth) {
+            const typename Wide::Vec small = Wide::load_words(codes + i, head_dim - i);
+            Isa::store_row(out + i, Wide::mul(small, factor), head_dim - i);
+        }
+    }
+}
+
 }  // namespace

@@ -67,6 +67,16 @@ struct Avx2 {
         const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)row));
         return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
     }
+    static Vec load_words(const uint8_t* row, int n) {
+        uint8_t lanes[kWidth] = {};
+        if (n < kWidth) {
+            for (int i = 0; i < n; ++i) lanes[i] = row[i];
+            row = lanes;
+        }
+        const __m128i halves =
+            _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)row)), 7);
+        return _mm256_cvtph_ps(_mm_and_si128(halves, _mm_set1_epi16(~0x4000)));
+    }
     template <typename T>
     static Vec load_word_rows(const T* even, const T*, int n) {
         return load_words(even, n);

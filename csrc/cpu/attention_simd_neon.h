@@ -68,6 +68,17 @@ struct Neon {
     static Vec load_words(const uint16_t* row, int n) {
         return vreinterpretq_f32_u32(vshll_n_u16(load_quad(row, n), 16));
     }
+    static Vec load_words(const uint8_t* row, int n) {
+        uint8_t lanes[8] = {};
+        if (n < 8) {
+            copy_first(lanes, row, n);
+            row = lanes;
+        }
+        const int16x4_t halves =
+            vshl_n_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(row)))), 7);
+        const uint16x4_t bits = vand_u16(vreinterpret_u16_s16(halves), vdup_n_u16(0xbfff));
+        return vcvt_f32_f16(vreinterpret_f16_u16(bits));
+    }
     template <typename T>
     static Vec load_word_rows(const T* even, const T*, int n) {
         return load_words(even, n);

@@ -69,6 +69,15 @@ struct Portable {
         std::memcpy(&x, bits, sizeof x);
         return x;
     }
+    static Vec load_words(const uint8_t* row, int n) {
+        uint32_t bits[kWidth] = {};
+        for (int i = 0; i < (n < kWidth ? n : kWidth); ++i) {
+            bits[i] = (row[i] & 0x80u) << 24 | (row[i] & 0x7fu) << 20;
+        }
+        Vec x;
+        std::memcpy(&x, bits, sizeof x);
+        return x * set1(0x1p112f);
+    }
     template <typename T>
     static Vec load_word_rows(const T* even, const T*, int n) {
         return load_words(even, n);

@@ -43,6 +43,8 @@ AttentionInput input_of(const PagedAttentionParams& p) {
     in.softmax_scale = p.softmax_scale;
     in.softcap = p.softcap;
     in.alibi_slopes = p.alibi_slopes;
+    in.k_scales = p.k_scales;
+    in.v_scales = p.v_scales;
     return in;
 }
 
@@ -65,6 +67,8 @@ void check_sizes(const PagedAttentionParams& p) {
     require(p.page_size >= 2 && std::has_single_bit(static_cast<uint32_t>(p.page_size)),
             "page_size must be a power of two, 2 or more", p.page_size);
     require(p.softcap >= 0, "softcap must not be negative", static_cast<int64_t>(p.softcap));
+    require((p.k_scales == nullptr) == (p.v_scales == nullptr),
+            "k_scales and v_scales must be given both or neither, v_scales", p.v_scales != nullptr);
     require(p.window >= 0, "window must not be negative", p.window);
     require(p.dtype == DType::f32 || p.dtype == DType::bf16, "dtype must be f32 or bf16",
             static_cast<int64_t>(p.dtype));

@@ -10,7 +10,6 @@ from bytetx.ops.kv_codes import (
     NAN_SCALE,
     quantize_kv,
     restore_kv,
-    restored_pages,
 )
 
 CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
@@ -78,16 +77,3 @@ def test_no_vectors() -> None:
     codes, scales = quantize_kv(torch.zeros(0, 2, 8))
     assert codes.shape == (0, 2, 8) and scales.shape == (0, 2)
     assert restore_kv(codes, scales).shape == (0, 2, 8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pages_are_restored_exactly(dtype: torch.dtype) -> None:
-    """Every code with every scale, pages of scales [heads, tokens]."""
-    finite = torch.arange(256, dtype=torch.uint8)[CODES.isfinite()]
-    scales = torch.arange(LEAST_SCALE, LARGEST_SCALE + 1).to(torch.uint8)
-    codes = finite.expand(1, len(scales), 2, -1).contiguous()
-    found = restored_pages(codes, scales.expand(1, 2, -1).contiguous(), dtype)
-    wanted = restore_kv(codes, scales[None, :, None].expand(1, -1, 2))
-    assert found.dtype == dtype and torch.equal(found.float(), wanted)
-    nan = restored_pages(codes, torch.full((1, 2, len(scales)), NAN_SCALE).byte(), dtype)
-    assert not nan.isfinite().any()

@@ -11,6 +11,7 @@ from pairwise import pairwise
 from torch import Tensor
 
 from bytetx.ops import attention, paged
+from bytetx.ops.kv_codes import LARGEST_SCALE, LEAST_SCALE, NAN_SCALE, restore_kv
 
 poisoned_memory, isa, dtype = cpu_kernels.poisoned_memory, cpu_kernels.isa, cpu_kernels.dtype
 # Runs of 512 keys, blocks of 64 and 256, tiles of 32 rows, groups of 256; decode rows and pieces.
@@ -79,6 +80,73 @@ def test_capped_scores_of_any_size(softcap: float, dtype: torch.dtype, isa: str)
     for scale in (0.0, 1e-3, 1.0, -3.0):
         got = run(step, isa, softcap=softcap, softmax_scale=scale)
         assert_exact(got, step, softcap=softcap, scale=scale)
+
+
+@pytest.mark.feature("Generation", "keys and values in FP8, natively on CPUs")
+@pytest.mark.parametrize("head_dim", [8, 20, 33, 64, 96, 120, 128, 256])
+@pytest.mark.parametrize("group", [1, 5])
+def test_codes(head_dim: int, group: int, dtype: torch.dtype, isa: str) -> None:
+    """In pages of E4M3 with a scale of each vector; decode rows, prompts and runs of both."""
+    heads = {"num_heads": 3 * group, "num_kv_heads": 3, "head_dim": head_dim}
+    lengths = [(1, 5), (1, 100), (1, 600), (1, 1500), (3, 40), (40, 70), (300, 700)]
+    step = make_step(lengths, dtype=dtype, **heads, has_codes=True)
+    assert_exact(run(step, isa), step)
+
+
+@pytest.mark.parametrize(("window", "page_size"), [(1, 2), (64, 16), (300, 2), (513, 64)])
+def test_codes_in_windows(window: int, page_size: int, dtype: torch.dtype, isa: str) -> None:
+    options = {"page_size": page_size, "window": window, "given_back": True}
+    step = make_step(LENGTHS, dtype=dtype, **options, has_codes=True)
+    slopes = torch.tensor([0.25, 0.03, 0.004, 0.0])
+    more = {"window": window, "softcap": 30.0, "alibi_slopes": slopes}
+    assert_exact(run(step, isa, **more), step, **more)
+
+
+def test_every_code_and_scale(dtype: torch.dtype, isa: str) -> None:
+    """One key a sequence: its value is the output, exactly."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes.view(torch.float8_e4m3fn).float().isfinite()]
+    scales = torch.arange(LEAST_SCALE, LARGEST_SCALE + 1).to(torch.uint8)
+    num = len(scales)
+    cache = torch.zeros((num, 2, 1, len(codes)), dtype=torch.uint8)
+    cache[:, 0, 0] = codes
+    exponents = torch.full((num, 1, 2), 127, dtype=torch.uint8)
+    v_scales = exponents.clone()
+    v_scales[:, 0, 0] = scales
+    ends = torch.arange(num + 1, dtype=torch.int32)
+    found = paged.run_kernel(
+        torch.ones(num, 1, len(codes), dtype=dtype),
+        torch.zeros_like(cache),
+        cache,
+        cu_seqlens=ends,
+        page_table=ends[:num, None].contiguous(),
+        kv_seqlens=torch.ones(num, dtype=torch.int32),
+        softmax_scale=1.0,
+        window=0,
+        k_scales=exponents,
+        v_scales=v_scales,
+        isa=isa,
+    )
+    wanted = restore_kv(codes.expand(num, -1).contiguous(), scales)
+    assert torch.equal(found[:, 0].float(), wanted)
+
+
+@pytest.mark.parametrize("is_key", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_vectors_that_are_not_numbers_show(
+    num_rows: int, is_key: bool, dtype: torch.dtype, isa: str
+) -> None:
+    step = make_step([(num_rows, 70), (num_rows, 70)], dtype=dtype, has_codes=True)
+    clean = run(step, isa)
+    scales = step.k_scales if is_key else step.v_scales
+    assert scales is not None
+    page, slot = step.past.page_table[1, 4], 3
+    scales[page, 1, slot] = NAN_SCALE
+    found = run(step, isa)
+    assert torch.equal(found[:num_rows], clean[:num_rows])
+    group = found.shape[1] // 2
+    assert found[num_rows:, group:].isnan().all()
+    assert torch.equal(found[num_rows:, :group], clean[num_rows:, :group])
 
 
 def test_more_heads_on_one_key_than_are_decoded_at_once(dtype: torch.dtype, isa: str) -> None:
