@@ -304,6 +304,11 @@ class ExpertSpec:
     shared_size: int = 0
 
     @property
+    def are_apart(self) -> bool:
+        """Whether each expert's matrices are tensors of their own."""
+        return "expert_in" in self.layer
+
+    @property
     def is_gated(self) -> bool:
         return bool({"expert_gate", "experts_gate_up"} & self.layer.keys())
 

@@ -122,7 +122,8 @@ class _LayerReader:
         bits = None if self.format is None else self.format.coded_bits
         if bits is not None and self._takes_codes():
             self.load, self.format = self.load.coded(bits), None
-        if self.format is not None and self.format.keeps_fp8 and self._takes_rows():
+        keeps_fp8 = self.format is not None and self.format.keeps_fp8
+        if keeps_fp8 and spec.experts is None and self._takes_rows():
             self.load = self.load.in_fp8()
         if self.format is not None and self.format.keeps_codes and self._takes_rows():
             self.load, self.format = self.load.keeping_codes(), None
@@ -142,6 +143,8 @@ class _LayerReader:
         spec = self.spec
         attended = [spec.num_heads * head_dim for head_dim in spec.head_dims]
         widths = {spec.hidden_size, *attended, spec.intermediate_size}
+        if spec.experts is not None:
+            widths |= {spec.experts.size, spec.experts.shared_size}
         if (mixer := self.layer_spec.mixer) is not None:
             widths.add(mixer.mixed_features(spec.hidden_size))
         is_cpu = torch.device(self.load.device).type == "cpu"
@@ -155,7 +158,7 @@ class _LayerReader:
             and self.hidden is None
             and self.weight_gather is None
             and self.positions is None
-            and self.spec.experts is None
+            and (self.spec.experts is None or self.spec.experts.are_apart)
             and self.layer_spec.weight_layout != "conv1d"
         )
 
@@ -444,16 +447,16 @@ class _LayerReader:
         """One expert whose tensors are its own."""
         local = _ranges(self.expert_inner)
 
-        def read(key: str, n: int, k: int, dim: int) -> torch.Tensor:
+        def read(key: str, n: int, k: int, dim: int) -> Matrix:
             part = None if local is None else Part(dim, local)
             name = f"{names[key].replace('{e}', str(e))}.weight"
-            return self.load.tensor(name, (n, k), part=part)
+            return self.load.matrix(name, (n, k), part=part)
 
         hidden, inner = self.spec.hidden_size, experts.size
         first = read("expert_in", inner, hidden, 0)
-        out = self.load.linear_from(read("expert_out", hidden, inner, 1), None)
+        out = self.load.weight_from(read("expert_out", hidden, inner, 1), None)
         if "expert_gate" not in names:
-            return self.load.linear_from(first, None), out
+            return self.load.weight_from(first, None), out
         gate = read("expert_gate", inner, hidden, 0)
         return self.load.gated(gate, first, None, None), out
 

@@ -50,7 +50,8 @@ SAVED = "codes as saved"  # no dtype: what a GPU makes of a checkpoint of few bi
 
 
 def _check_groups(name: str, spec: ModelSpec, device: torch.device) -> None:
-    if spec.experts is not None:
+    is_taken = spec.is_causal and device.type == "cpu"
+    if spec.experts is not None and not is_taken:
         raise OptionError(f"dtype {name} is not for the experts of {spec.family}; use bfloat16")
     if device.type == "cpu":
         reason, other = why_no_panels(), "float32"

@@ -39,12 +39,12 @@ def load_shared_expert(
     """A layer's, of named tensors; raises as TensorLoader does."""
     inner = experts.shared_size
     gate, up = (
-        load.tensor(f"{names[key]}.weight", (inner, hidden_size))
+        load.matrix(f"{names[key]}.weight", (inner, hidden_size))
         for key in ("shared_gate", "shared_in")
     )
-    out = load.tensor(f"{names['shared_out']}.weight", (hidden_size, inner))
+    out = load.matrix(f"{names['shared_out']}.weight", (hidden_size, inner))
     return SharedExpert(
         load.gated(gate, up, None, None),
-        load.linear_from(out, None),
+        load.weight_from(out, None),
         load.tensor(f"{names['shared_router']}.weight", (1, hidden_size)),
     )

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from nomic_moe import save_nomic_moe
 from tiny import one_thread  # noqa: F401
-from tiny_decoders import tiny_decoder
 
 import bytetx
 from bytetx.checkpoint.demo import demo_checkpoint
@@ -61,9 +61,8 @@ def test_vectors_of_real_texts() -> None:
 
 
 def test_where_it_cannot_run(tmp_path: Path) -> None:
-    mixture = tiny.save(tiny_decoder("mixtral"), tmp_path)
-    for dtype in ("int8", "int4"):
-        with pytest.raises(InputError, match=f"dtype {dtype} is not for the experts of mixtral"):
-            bytetx.load(mixture, device="cpu", dtype=dtype)
+    save_nomic_moe(tmp_path)
+    with pytest.raises(InputError, match="dtype int4 is not for the experts of nomic_bert"):
+        bytetx.load(tmp_path, device="cpu", dtype="int4")
     with pytest.raises(InputError, match="dtype int8 runs in one process; leave out tp"):
         bytetx.load(demo_checkpoint(), device="cpu", dtype="int8", tp=2)
