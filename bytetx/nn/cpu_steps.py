@@ -69,7 +69,7 @@ class CpuSteps:
 def step_weights(transformer: Transformer, cache: KvCache) -> CpuStepWeights | None:
     """The model's weights and pages as the kernel takes them; None where its layers do more.
 
-    It has pre-norm layers without experts, whose matrices have panels.
+    It has pre-norm layers without experts, whose matrices have panels, and pages of its dtype.
     """
     spec, layers = transformer.spec, transformer.layers
     word = transformer.embeddings.word
@@ -83,9 +83,8 @@ def step_weights(transformer: Transformer, cache: KvCache) -> CpuStepWeights | N
         spec.num_kv_heads,
         spec.head_dim,
         page_size=cache.page_size,
-        has_codes=cache.has_codes,
     )
-    if PAGED_ATTENTION.choose(word.device, calls).name != "native":
+    if cache.has_codes or PAGED_ATTENTION.choose(word.device, calls).name != "native":
         return None
     if not all(
         has_row_kernel(word.device, word.dtype, n) for n in (spec.hidden_size, spec.head_dim)

@@ -15,8 +15,9 @@ from torch import Tensor
 import bytetx
 from bytetx.errors import OptionError
 from bytetx.model import Model
-from bytetx.nn.cpu_steps import CpuSteps
+from bytetx.nn.cpu_steps import CpuSteps, step_weights
 from bytetx.ops import native
+from bytetx.ops.cpu_decode_step import why_no_cpu_step
 from bytetx.ops.kv_codes import MAX_RELATIVE_ERROR, quantize_kv, restore_kv
 from bytetx.ops.paged import WRITE_KV, paged_attention, write_kv
 from bytetx.sampling_params import SamplingParams
@@ -81,6 +82,17 @@ def test_decisions_and_scores_are_those_of_the_models_dtype(tmp_path: Path) -> N
         found, wanted = ([s.log_likelihood for s in m.score(prompts)] for m in (model, exact))
         assert found == wanted
         model.generate(prompts, GREEDY)
+
+
+def test_the_step_of_all_layers_reads_no_codes(tmp_path: Path) -> None:
+    """Its kernel would take them for numbers of the model's dtype."""
+    folder = save(tiny_decoder("llama"), tmp_path)
+    model, plain = fp8_model(folder), bytetx.load(folder, device="cpu")
+    runners = [m.engine(kv_cache_tokens=64)._runner for m in (model, plain)]
+    found = [
+        step_weights(m.transformer, r.cache) for m, r in zip((model, plain), runners, strict=True)
+    ]
+    assert found[0] is None and (found[1] is None) == (why_no_cpu_step() is not None)
 
 
 def test_samples_of_a_prompt_share_its_pages(tmp_path: Path) -> None:
