@@ -42,7 +42,7 @@ struct CodeRows {
     const uint8_t* scales;  // the head's in page 0
     int64_t page_scales;    // from page to page
 
-    // What vectors of Isa::load_words() are multiplied by, whose numbers are 2^8 times too small.
+    // Factor of vectors of Isa::load_words(), whose numbers are 2^8 times too small.
     float factor(int key) const {
         const int64_t page = codes.pages[key >> codes.page_shift];
         const uint8_t scale = scales[page * page_scales + (key & ((1 << codes.page_shift) - 1))];
@@ -67,7 +67,7 @@ struct Chosen<false, A, B> {
     using Type = B;
 };
 
-// What codes are restored to, exactly: f32, or bf16 where products take pairs of it.
+// The type that codes are restored to, exactly: f32, or bf16 where products take pairs of it.
 template <class Isa, typename T>
 using Restored = typename Chosen<Isa::kPair == 1, float, T>::Type;
 
