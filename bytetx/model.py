@@ -23,7 +23,7 @@ from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.checkpoint.generation_config import check_switch
 from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.model_runner import Runner
-from bytetx.errors import InputError
+from bytetx.errors import InputError, OptionError
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
@@ -69,6 +69,8 @@ def load(
     revision: str | None = None,
     local_files_only: bool = False,
     adapters: Mapping[str, str | Path] | None = None,
+    reads_weights: bool = True,
+    outline: "Model | None" = None,
 ) -> "Model":
     """Loads a Hugging Face checkpoint, with the head and the tokenizer that it has.
 
@@ -103,6 +105,10 @@ def load(
     that are added, and used in place of bytetx's own of the same model_type.
     group_timeout: with tp, seconds after which a process that is stopped ends the group with a
     GroupError; one that runs, but makes no progress, has ten times as long. math.inf: no limit.
+    reads_weights: False checks the configuration, the tokenizer and the headers of the files, which
+    takes milliseconds and hardly any memory: `info()` and the tokenizer of that Model are of use,
+    and its tasks raise an OptionError.
+    outline: a Model of the same checkpoint; its tokenizer is used again in place of reading it.
     Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.
     """
     switch = check_switch(generation_config)
@@ -120,6 +126,8 @@ def load(
             group_timeout=group_timeout,
             batch_invariant=batch_invariant,
             families=known,
+            outline=None if outline is None else outline.checkpoint,
+            reads_weights=reads_weights,
         )
     try:
         checkpoint = load_generation(checkpoint, switch=switch)
@@ -179,6 +187,7 @@ class Model(ModelTasks):
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
         self.context = TaskContext(checkpoint)
         self._is_closed = False
+        self._is_outline = checkpoint.transformer.embeddings.word.is_meta
         with computing(checkpoint.device):
             self.loras = Adapters(checkpoint)
         self._routes = {
@@ -298,6 +307,8 @@ class Model(ModelTasks):
     def _run_task(self, spec: TaskSpec, inputs: tuple[Any, ...], given: dict[str, Any]) -> Any:
         show_progress = given.pop("show_progress", False)
         stream = spec.item is not None and given.pop("stream", False)
+        if self._is_outline:
+            raise _no_weights()
         model, call = self._call(spec, *spec.bind(inputs, given))
         return spec.run(call, model, stream=stream, show_progress=show_progress)
 
@@ -323,6 +334,8 @@ class Model(ModelTasks):
         """The model's generation engines; what they need is imported when it first generates."""
         from bytetx.tasks.generate import ModelEngines
 
+        if self._is_outline:
+            raise _no_weights()
         return ModelEngines(
             self.checkpoint, token_budget=self.token_budget, cuda_graphs=self.cuda_graphs
         )
@@ -420,3 +433,9 @@ class Model(ModelTasks):
         limits = {"max_tokens": self.max_tokens, "token_budget": self.token_budget}
         limits["prefix_cache_bytes"] = self.prefix_cache_bytes
         return checkpoint_info(self.checkpoint, **limits)
+
+
+def _no_weights() -> OptionError:
+    return OptionError(
+        "this model has no weights, for it was loaded with reads_weights=False; load it with them"
+    )

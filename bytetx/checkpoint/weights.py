@@ -2,7 +2,9 @@
 
 import copy
 import json
+import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +30,8 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.static_table import as_floats
 from bytetx.checkpoint.weight_changes import Change
 from bytetx.errors import CheckpointError
+
+logger = logging.getLogger("bytetx")
 
 # The format's own limit: a longer header is a damaged length, not a list of tensors.
 _MAX_HEADER_BYTES = 100_000_000
@@ -102,6 +106,7 @@ class Weights(Mapping[str, torch.Tensor]):
         self._dtype: torch.dtype | None = None
         self._on_tensor = on_tensor
         self._reader: TensorReader | None = None
+        self._has_numbers = True
 
     def cast(self, dtype: torch.dtype) -> "Weights":
         """These tensors in another dtype, cast while they are read; `used` is shared."""
@@ -116,6 +121,12 @@ class Weights(Mapping[str, torch.Tensor]):
         """
         other = copy.copy(self)
         other._reader = reader
+        return other
+
+    def without_numbers(self) -> "Weights":
+        """These tensors on torch's meta device, known by headers alone; `used` is shared."""
+        other = copy.copy(self)
+        other._has_numbers = False
         return other
 
     def below(self, prefix: str) -> "Weights":
@@ -196,6 +207,11 @@ class Weights(Mapping[str, torch.Tensor]):
             self._on_tensor()
         self.used.add(self._prefix + name)
         saved, added = self._saved[name], self._added.get(name)
+        if not self._has_numbers:
+            if isinstance(saved, SavedTensor):
+                saved.require_floating()
+            whole = torch.empty(saved.shape, dtype=self._dtype or saved.torch_dtype, device="meta")
+            return whole if part is None else take_part(whole, part)
         if added is None and self._reader is not None and isinstance(saved, SavedTensor):
             return self._reader.read(saved, self._dtype or saved.torch_dtype, part=part)
         if added is None:
@@ -455,3 +471,12 @@ def _no_weights(folder: Path, spec: ModelSpec) -> str:
         f"opened and are refused; if you trust them, convert them once, in that folder: "
         f'python -c "{code}"'
     )
+
+
+def report_unused(folder: Path, unused: tuple[str, ...]) -> None:
+    """Unused layers mean that config.json and the files disagree: that is worth a warning."""
+    if not unused:
+        return
+    has_layers = any(re.search(r"\.layer\.\d+\.", name) for name in unused)
+    level = logging.WARNING if has_layers else logging.INFO
+    logger.log(level, "%s: tensors that are not used: %s", folder, ", ".join(unused))

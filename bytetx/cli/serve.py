@@ -100,6 +100,19 @@ _FLAGS = {
             setting="adapters",
         ),
     },
+    "Memory": {
+        "lazy": _Flag("Load a model by its first request.", names=("--lazy",)),
+        "unload_after": _Flag(
+            "Seconds that a model may be idle before it leaves the memory.",
+            setting="unload_after_s",
+        ),
+        "memory_budget": _Flag(
+            "Most bytes of the weights in memory, as 10GiB; others make room, unused ones first."
+        ),
+        "load_timeout": _Flag(
+            "Seconds that a request waits for its model; beyond it: 503.", setting="load_timeout_s"
+        ),
+    },
     "Limits": {
         "auto_truncate": _Flag(
             "Cut long texts where the request does not say; else they are errors."

@@ -222,7 +222,7 @@ class Runner:
                 least_saved=self._least_saved,
             )
         self._queue: CudaQueue | None = None
-        if device.type == "cuda":
+        if device.type == "cuda" and not transformer.embeddings.word.is_meta:
             self._queue = CudaQueue(
                 transformer, device=device, max_tokens=token_budget, has_graphs=cuda_graphs
             )

@@ -39,6 +39,8 @@ def load_ranks(
     grid: str | Grid | None = None,
     batch_invariant: bool = False,
     families: Families | None = None,
+    outline: LoadedCheckpoint | None = None,
+    reads_weights: bool = True,
 ) -> LoadedCheckpoint:
     """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
     check_group_timeout(group_timeout)
@@ -57,6 +59,12 @@ def load_ranks(
             dtype=dtype,
             batch_invariant=batch_invariant,
             families=families,
+            outline=outline,
+            reads_weights=reads_weights,
+        )
+    if not reads_weights:
+        raise OptionError(
+            f"reads_weights=False is for one process, and this asks for {_named(tp, axes)}"
         )
     if batch_invariant:
         raise OptionError(

@@ -22,7 +22,7 @@ from bytetx.packed import PackedBatch
 _MAX_LOGITS_BYTES = 128 << 20
 # A tied head that is laid out for oneDNN is a copy of the word embedding. The logits of 32 rows of
 # GPT-2 take 16 instead of 24 ms with it, on two cores, of a step of 60 ms.
-_MAX_COPIED_HEAD_BYTES = 1 << 30
+MAX_COPIED_HEAD_BYTES = 1 << 30
 
 # (this rank's part of a head, rows) -> logits of the whole head.
 HeadPlacement = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
@@ -371,7 +371,7 @@ def load_lm(
 
     word: the word embedding in use [vocab_size, embedding_size].  Where the config ties the head to
     it, the two share this memory, unless a decoder that differs was saved as well; on a CPU a
-    head of at most _MAX_COPIED_HEAD_BYTES is laid out for its GEMM, and held twice.
+    head of at most MAX_COPIED_HEAD_BYTES is laid out for its GEMM, and held twice.
     coded: the word embedding in use where it has no more than 8 bits; the head has as many.
     blocks: the transformer's; of a sharded vocabulary, only the local part is read.
     label_ids: of the tokens that questions are answered by, each in the vocabulary.
@@ -429,7 +429,7 @@ def _lm_head(
         saved = load.tensor(head.decoder, shape, part=part)
         if not torch.equal(saved, word):
             return LmHead(load.linear_from(saved, bias), *more)
-    prepack = load.prepack and word.nbytes <= _MAX_COPIED_HEAD_BYTES
+    prepack = load.prepack and word.nbytes <= MAX_COPIED_HEAD_BYTES
     decoder = prepare_linear(word, bias, prepack=prepack, batch_invariant=load.batch_invariant)
     return LmHead(decoder, *more)
 

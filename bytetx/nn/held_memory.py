@@ -6,6 +6,11 @@ from typing import TypeVar
 
 import torch
 
+from bytetx.nn.heads import MAX_COPIED_HEAD_BYTES
+from bytetx.nn.loading import LoadedCheckpoint
+from bytetx.nn.quantization import SAVED, weight_format
+from bytetx.ops.linear import LinearWeight
+
 T = TypeVar("T")
 
 
@@ -17,8 +22,29 @@ def weights_bytes(owners: Sequence[object]) -> int:
         if tensor.is_mkldnn:  # its storage is oneDNN's own
             sizes[id(tensor)] = tensor.numel() * tensor.element_size()
         else:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            key = tensor.untyped_storage().data_ptr() or tensor.untyped_storage()._cdata
+            sizes[key] = tensor.untyped_storage().nbytes()  # one without numbers has no address
     return sum(sizes.values())
+
+
+def expected_bytes(checkpoint: LoadedCheckpoint) -> int:
+    """Bytes that the weights will have in memory, of a checkpoint without numbers.
+
+    For codes it is an estimate from their bits.
+    """
+    transformer, heads = checkpoint.transformer, checkpoint.heads
+    held = weights_bytes([transformer, heads])
+    word = transformer.embeddings.word
+    if checkpoint.device.type == "cpu" and word.nbytes <= MAX_COPIED_HEAD_BYTES:
+        # A tied head is laid out for the CPU, beside the table.
+        is_tied = any(one.weight is word for one in parts_of([heads], LinearWeight))
+        held += word.nbytes if is_tied else 0
+    if checkpoint.quantization == SAVED:
+        return sum(checkpoint.saved_formats.values())
+    if checkpoint.quantization is not None:
+        bits = weight_format(checkpoint.quantization, checkpoint.spec).bits
+        return held if bits is None else int(held * bits / (8 * checkpoint.dtype.itemsize))
+    return held
 
 
 def parts_of(owner: object, kind: type[T]) -> Iterator[T]:

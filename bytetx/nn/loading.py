@@ -1,7 +1,6 @@
 """A checkpoint's folder -> everything a Model holds; the files are closed when it returns."""
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,7 +33,7 @@ from bytetx.checkpoint.static_embedding import load_static_tokenizer, static_spe
 from bytetx.checkpoint.tag_calibration import TransitionBiases, read_transition_biases
 from bytetx.checkpoint.task_adapters import TaskAdapters, read_task_adapters
 from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
-from bytetx.checkpoint.weights import Weights
+from bytetx.checkpoint.weights import Weights, report_unused
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.batch_invariance import (
     check_batch_invariant,
@@ -150,12 +149,17 @@ def load_checkpoint(
     families: Families | None = None,
     blocks: Blocks | None = None,
     on_tensor: Callable[[], None] | None = None,
+    outline: LoadedCheckpoint | None = None,
+    reads_weights: bool = True,
 ) -> LoadedCheckpoint:
     """Reads a checkpoint onto a device; "auto" as in bytetx.load. Raises CheckpointError.
 
     families: None are those of models/.
     blocks: of a rank of a group; only its shard is read.  on_tensor: called before each tensor is
     read.
+    outline: the same checkpoint, loaded before; its tokenizer is used again.
+    reads_weights: False checks the files' headers, and gives the transformer and its heads tensors
+    without numbers (on torch's meta device): what there is and what it can do, but no result.
     """
     load = partial(
         _load,
@@ -166,10 +170,12 @@ def load_checkpoint(
         families=families or read_families(),
         blocks=blocks,
         on_tensor=on_tensor,
+        reads_weights=reads_weights,
     )
     router = read_router(folder)
     if router is None:
-        return load(load_sentence_spec(folder))
+        tokenizer = None if outline is None else outline.tokenizer
+        return load(load_sentence_spec(folder), tokenizer=tokenizer)
     loaded: dict[Path, LoadedCheckpoint] = {}
     routes: dict[str, LoadedCheckpoint] = {}
     specs = {name: load_route_spec(folder, router, name) for name in router.routes}
@@ -239,12 +245,14 @@ def _load(
     families: Families,
     blocks: Blocks | None,
     on_tensor: Callable[[], None] | None,
+    reads_weights: bool,
+    tokenizer: Tokenizer | None = None,
 ) -> LoadedCheckpoint:
     device = resolve_device(device)
     config, spec, head = _read_spec(sentence, families)
     decisions = _read_decisions(sentence, head)
     extraction = read_extraction(sentence.folder, spec, families)
-    tokenizer = _load_tokenizer(sentence, spec)
+    tokenizer = tokenizer or _load_tokenizer(sentence, spec)
     weights, spec = _open_weights(sentence, spec, head, decisions.adapter, on_tensor=on_tensor)
     quantization = wanted_format(dtype, spec, weights, device, is_alone=blocks is None)
     saved = _preferred_dtype(spec, weights.dtype)
@@ -265,11 +273,11 @@ def _load(
         )
     transformer, heads = _load_model(
         spec,
-        weights,
+        weights if reads_weights else weights.without_numbers(),
         dtype=dtype,
-        device=device,
+        device=device if reads_weights else torch.device("meta"),
         blocks=blocks,
-        quantization=quantization,
+        quantization=quantization if reads_weights else None,
         may_lack_head=sentence.may_lack_head,
         batch_invariant=batch_invariant,
         decision_head=head,
@@ -281,7 +289,7 @@ def _load(
         sentence, spec, weights, device=device, dtype=dtype, batch_invariant=batch_invariant
     )
     unused = tuple(weights.unused())
-    _report_unused(folder, unused)
+    report_unused(folder, unused)
     return LoadedCheckpoint(
         folder=folder,
         spec=spec,
@@ -689,12 +697,3 @@ def _cross_encoder_activation(config: Mapping[str, Any]) -> str | None:
     given = config.get("sentence_transformers") or {}
     check_fields("config.json: sentence_transformers", given, {"activation_fn": TEXT})
     return given.get("activation_fn") or config.get("sbert_ce_default_activation_function")
-
-
-def _report_unused(folder: Path, unused: tuple[str, ...]) -> None:
-    """Unused layers mean that config.json and the files disagree: that is worth a warning."""
-    if not unused:
-        return
-    has_layers = any(re.search(r"\.layer\.\d+\.", name) for name in unused)
-    level = logging.WARNING if has_layers else logging.INFO
-    logger.log(level, "%s: tensors that are not used: %s", folder, ", ".join(unused))

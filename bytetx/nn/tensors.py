@@ -368,8 +368,11 @@ def _check_shape(name: str, saved: tuple[int, ...], implied: tuple[int, ...]) ->
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every value is, of at least one; without a temporary of its size."""
-    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+    """Whether every value is, of at least one; without a temporary of its size.
+
+    True for tensors without numbers.
+    """
+    return tensor.is_meta or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _not_finite(name: str, dtype: torch.dtype) -> CheckpointError:

@@ -6,7 +6,8 @@ The C library's heaps: how many there are, and when freed pages go back to the s
 import ctypes
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,11 @@ from bytetx.ops.native_modules import load_native
 logger = logging.getLogger("bytetx")
 
 _MANY_TOKENS = 1 << 16  # each took some hundred bytes of the library's
-_M_ARENA_MAX = -8  # as in glibc's malloc.h
+# As in glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_OWN_PAGES_BYTES = 1 << 20  # blocks from this size on get pages of their own
+# Where glibc's own thresholds end after large blocks have come and gone.
+_MOST_MMAP_BYTES, _MOST_TRIM_BYTES = 32 << 20, 64 << 20
 _NUM_HEAPS = 2
 
 
@@ -84,6 +89,26 @@ def limit_heaps() -> None:
     mallopt = _libc_function("mallopt")
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, _NUM_HEAPS)
+
+
+@contextmanager
+def in_own_pages() -> Iterator[None]:
+    """Has large blocks of all threads lie in pages of their own meanwhile, where the C library can
+    (glibc): these go back to the system when they are freed.
+
+    For weights that leave the memory later. In heaps, others' blocks between them keep pages: 30 of
+    the 150 MB of a model of 512 features stayed.
+    """
+    mallopt = _libc_function("mallopt")
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _MOST_MMAP_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _MOST_TRIM_BYTES)
 
 
 @cache

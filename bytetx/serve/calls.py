@@ -97,6 +97,7 @@ class ModelFacts:
     info: of Model.info().  tasks: names of engine.TASKS that it can run.  main_task: what POST /
     does.  created: seconds since 1970, of loading.  parent: of an adapter, the model's name.
     tool_calls, reasoning: names of AnswerFormat.
+    is_loaded: of a model that comes into memory and leaves it; None: it is always there.
     """
 
     name: str
@@ -111,6 +112,7 @@ class ModelFacts:
     parent: str | None = None
     tool_calls: str = ""
     reasoning: str = ""
+    is_loaded: bool | None = None
 
     @property
     def max_tokens(self) -> int:

@@ -109,6 +109,18 @@ def _is_able(spec: TaskSpec, model: Model) -> bool:
     return True
 
 
+def adapter_facts(model: ModelFacts, adapter: str) -> ModelFacts:
+    """The facts of a model with an adapter."""
+    name = f"{model.name}:{adapter}"
+    return replace(model, name=name, parent=model.name, created=int(time.time()))
+
+
+def task_facts(model: ModelFacts, task: str) -> ModelFacts:
+    """The facts of a model for one of its checkpoint's tasks."""
+    own = tuple(name for name in model.tasks if name in _WITH_TASKS)
+    return replace(model, name=f"{model.name}:{task}", parent=model.name, tasks=own)
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A loaded model, the queue before it, and what routes know of it."""
@@ -134,17 +146,13 @@ class LocalBackend:
         changes_adapters: bool = True,
     ):
         """changes_adapters: whether they may be loaded and unloaded while it runs."""
-        self._served = {one.facts.name: one for one in served}
+        self._served: dict[str, ServedModel] = {}
         # Models with an adapter, in the same queues, by MODEL:ADAPTER or MODEL:TASK.
         self._adapted: dict[str, ServedModel] = {}
         self._changes_adapters = changes_adapters
         self.on_models: Callable[[], None] = lambda: None
         for one in served:
-            for adapter in one.model.model.adapters:
-                self._serve_adapter(one, adapter)
-            tasks = one.model.model.checkpoint.tasks
-            for task in () if tasks is None else tasks.adapters:
-                self._serve_task(one, task)
+            self._add(one)
         self.models = self._list_models()
         self.is_healthy = True
         self._on_lost = on_lost
@@ -153,8 +161,22 @@ class LocalBackend:
 
     @property
     def served(self) -> Sequence[ServedModel]:
-        """The models, without their adapters."""
+        """The models in memory, without their adapters."""
         return list(self._served.values())
+
+    @property
+    def ring_models(self) -> Sequence[ServedModel]:
+        """The models that take texts of front-ends by rings."""
+        return self.served
+
+    def _add(self, served: ServedModel) -> None:
+        """Serves a model, its adapters and its tasks."""
+        self._served[served.facts.name] = served
+        for adapter in served.model.model.adapters:
+            self._serve_adapter(served, adapter)
+        tasks = served.model.model.checkpoint.tasks
+        for task in () if tasks is None else tasks.adapters:
+            self._serve_task(served, task)
 
     async def run(self, call: Call) -> Outcome:
         try:
@@ -205,16 +227,11 @@ class LocalBackend:
         return tuple(one.facts for one in (*self._served.values(), *self._adapted.values()))
 
     def _serve_adapter(self, served: ServedModel, adapter: str) -> None:
-        name, parent = f"{served.facts.name}:{adapter}", served.facts.name
-        facts = replace(served.facts, name=name, parent=parent, created=int(time.time()))
-        model = served.model._adapted(adapter=adapter)
-        self._adapted[name] = replace(served, facts=facts, model=model)
+        facts, model = adapter_facts(served.facts, adapter), served.model._adapted(adapter=adapter)
+        self._adapted[facts.name] = replace(served, facts=facts, model=model)
 
     def _serve_task(self, served: ServedModel, task: str) -> None:
-        parent = served.facts
-        own = tuple(name for name in parent.tasks if name in _WITH_TASKS)
-        facts = replace(parent, name=f"{parent.name}:{task}", parent=parent.name, tasks=own)
-        model = served.model._adapted(task=task)
+        facts, model = task_facts(served.facts, task), served.model._adapted(task=task)
         self._adapted[facts.name] = replace(served, facts=facts, model=model)
 
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:

@@ -16,11 +16,11 @@ import numpy as np
 import orjson
 
 from bytetx.errors import DeviceLostError
+from bytetx.serve.backends import open_backend
 from bytetx.serve.calls import Call, Outcome
 from bytetx.serve.engine import LocalBackend
 from bytetx.serve.errors import ServeError
 from bytetx.serve.interpreter import settle_interpreter
-from bytetx.serve.loading import close_models, load_models, warm_up
 from bytetx.serve.metrics import Metrics
 from bytetx.serve.records import RecordKind
 from bytetx.serve.remote import rings_path
@@ -37,12 +37,8 @@ async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) ->
     Raises DeviceLostError where the device is lost: the supervisor starts another process.
     """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ends.set)
-    served = await asyncio.to_thread(load_models, settings)
-    try:
-        backend = LocalBackend(served, on_lost=ends.set)
-        await warm_up(backend)
-        metrics = Metrics(settings)
-        metrics.attach(served)
+    metrics = Metrics(settings)
+    async with open_backend(settings, metrics, on_lost=ends.set) as backend:
         for one in (path, rings_path(path)):
             Path(one).unlink(missing_ok=True)  # an engine that was killed leaves it
         calls = EngineCalls(backend, metrics)
@@ -53,8 +49,6 @@ async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) ->
         async with server:
             await ends.wait()
             calls.close()
-    finally:
-        await close_models(served)
     if not backend.is_healthy:
         raise DeviceLostError("the device was lost")
 
@@ -67,7 +61,7 @@ class EngineCalls:
 
     def __init__(self, backend: LocalBackend, metrics: Metrics):
         self._backend, self._metrics = backend, metrics
-        self._rings = RingModels(backend.served)
+        self._rings = RingModels(backend.ring_models)
         self._tasks: dict[tuple[int, int], asyncio.Future[Any]] = {}  # by connection and id
         self._running: dict[int, int] = {}  # requests of each connection
         self._protocols: dict[int, FrameProtocol] = {}

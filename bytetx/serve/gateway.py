@@ -215,7 +215,7 @@ class Gateway:
     def _path(self, path: str, exchange: Exchange) -> str:
         """The path as it is declared, without /models/NAME, which names the model; of several the
         longest name."""
-        if path.startswith("/models/"):
+        if path.startswith("/models/") and path not in self._paths:
             names = (model.name for model in self._site.models())
             named = [name for name in names if f"{path}/".startswith(f"/models/{name}/")]
             if named:

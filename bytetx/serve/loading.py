@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +35,17 @@ def load_models(settings: ServeSettings) -> list[ServedModel]:
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    served = []
     refusals: list[WeightFormatError] = []
-    served = [_load_model(source, settings, refusals) for source in settings.models]
-    _check_taken(settings, [one.model.model.checkpoint for one in served])
+    for source in settings.models:
+        model = load_model(source, settings, refusals=refusals)
+        served.append(served_model(model, settings, model_facts(source, model)))
+    check_taken(settings, [one.model.model.checkpoint for one in served])
     return served
 
 
-def _check_taken(settings: ServeSettings, checkpoints: Sequence[LoadedCheckpoint]) -> None:
+def check_taken(settings: ServeSettings, checkpoints: Sequence[LoadedCheckpoint]) -> None:
+    """Raises OptionError for an option of one kind of model that none of these is of."""
     writers = [one for one in checkpoints if one.generates]
     name = settings.default_prompt_name
     refusals = {
@@ -61,24 +66,54 @@ def _check_taken(settings: ServeSettings, checkpoints: Sequence[LoadedCheckpoint
         raise OptionError(f"{refused}, and none of {names} is one; leave it out")
 
 
-def _load_model(
-    source: ModelSource, settings: ServeSettings, refusals: list[WeightFormatError]
-) -> ServedModel:
-    """refusals: of the models so far that settings.dtype is not for; may get one more."""
+def load_model(
+    source: ModelSource,
+    settings: ServeSettings,
+    *,
+    adapters: Mapping[str, str | Path] | None = None,
+    outline: Model | None = None,
+    reads_weights: bool = True,
+    refusals: list[WeightFormatError] | None = None,
+) -> Model:
+    """The model of a source. adapters: None are those of the settings.  outline, reads_weights: as
+    of bytetx.load, and so is what is raised.
+    refusals: of the models so far that settings.dtype is not for; may get one more.
+    """
+    refusals = [] if refusals is None else refusals
+    load_in = partial(
+        load,
+        source.path,
+        device=settings.device,
+        batch_invariant=settings.batch_invariant,
+        tp=settings.tp,
+        token_budget=settings.max_batch_tokens,
+        prefix_cache_bytes=settings.prefix_cache_bytes,
+        generation_config=settings.generation_config,
+        families=settings.families,
+        revision=settings.revision,
+        local_files_only=settings.local_files_only,
+        adapters=settings.adapters_of(source.name) if adapters is None else adapters,
+        reads_weights=reads_weights,
+        outline=outline,
+    )
     try:
-        model = _load_in(settings.dtype, source, settings)
+        model = load_in(dtype=settings.dtype)
     except WeightFormatError as refusal:
         refusals.append(refusal)
         if len(refusals) == len(settings.models):
             raise refusals[0] from None
         logger.warning("%s is loaded with --dtype auto: %s", source.name, refusal)
-        model = _load_in("auto", source, settings)
+        model = load_in(dtype="auto")
     if model.checkpoint.generates:
         model._set_kv_cache_dtype(settings.kv_cache_dtype)
     if model.checkpoint.chat_template is not None:
         model.answer_format = settings.answer_format(model.answer_format)
+    return model
+
+
+def served_model(model: Model, settings: ServeSettings, facts: ModelFacts) -> ServedModel:
+    """The model behind a queue."""
     num_drafted = settings.num_speculative_tokens if model.spec.takes_drafts else 0
-    facts = model_facts(source, model)
     queue = AsyncModel(
         model,
         max_queued_requests=settings.max_queued_requests,
@@ -88,30 +123,13 @@ def _load_model(
         max_num_seqs=settings.max_num_seqs,
         num_speculative_tokens=num_drafted,
     )
-    logger.info("loaded %s: %r", source.name, model)
+    logger.info("loaded %s: %r", facts.name, model)
     left, texts = LeftTruncation(model.tokenizer), TokenTexts(model.tokenizer)
     return ServedModel(facts, queue._bounded(), left, texts)
 
 
-def _load_in(dtype: str, source: ModelSource, settings: ServeSettings) -> Model:
-    return load(
-        source.path,
-        device=settings.device,
-        dtype=dtype,
-        batch_invariant=settings.batch_invariant,
-        tp=settings.tp,
-        token_budget=settings.max_batch_tokens,
-        prefix_cache_bytes=settings.prefix_cache_bytes,
-        generation_config=settings.generation_config,
-        families=settings.families,
-        revision=settings.revision,
-        local_files_only=settings.local_files_only,
-        adapters=settings.adapters_of(source.name),
-    )
-
-
 async def warm_up(backend: LocalBackend) -> None:
-    """Runs each model's main task on a short text and on a full batch.
+    """Runs the main task of each model in memory on a short text and on a full batch.
 
     The full one shows at the start, and not under load, whether a step fits the memory.  On a GPU
     the small sizes of steps are run twice, too, which captures their graphs: under load each would

@@ -25,7 +25,9 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from bytetx.encode.request import StepStats
+from bytetx.serve.calls import ModelFacts
 from bytetx.serve.engine import ServedModel
+from bytetx.serve.model_moves import ListedModel, ModelMoves, PoolCounts
 from bytetx.serve.records import (
     BATCH_LINE,
     COMPUTE,
@@ -80,8 +82,11 @@ class StatusWindow:
         while self._num_answers - len(self._answers[0][1]) >= _MOST_ANSWERS:
             self._num_answers -= len(self._answers.popleft()[1])
 
-    def json(self, served: Sequence[ServedModel], stats: AsyncStats) -> bytes:
-        """The document of GET /stats.json; docs/serving.md describes it."""
+    def json(self, models: Sequence[ListedModel], stats: AsyncStats) -> bytes:
+        """The document of GET /stats.json; docs/serving.md describes it.
+
+        models: those that are no adapters.
+        """
         now = time.time()
         routes: dict[str, list[np.ndarray]] = {}
         for route, rows in self._answers:
@@ -95,7 +100,7 @@ class StatusWindow:
             seconds = max(0.001, now - recent[:, 0].min())
         return orjson.dumps(
             {
-                "models": [_model(one) for one in served],
+                "models": [_model(facts, adapters) for facts, adapters in models],
                 "uptime_s": round(now - self._start, 1),
                 "queue": {
                     "requests": stats.num_queued,
@@ -143,17 +148,19 @@ def _percentiles_ms(answers: np.ndarray) -> dict[str, float | None]:
     return dict(zip(("p50", "p95", "p99"), found, strict=True))
 
 
-def _model(one: ServedModel) -> dict[str, object]:
-    info = one.facts.info
+def _model(facts: ModelFacts, adapters: Iterable[str]) -> dict[str, object]:
+    info = facts.info
+    is_loaded = {} if facts.is_loaded is None else {"is_loaded": facts.is_loaded}
     return {
-        "name": one.facts.name,
+        "name": facts.name,
         "family": info["family"],
         "dtype": info["dtype"],
         "device": info["device"],
         "parameters": info["num_parameters"],
         "max_tokens": info["max_tokens"],
-        "tasks": list(one.facts.tasks),
-        "adapters": list(one.model.model.adapters),
+        "tasks": list(facts.tasks),
+        "adapters": list(adapters),
+        **is_loaded,
     }
 
 
@@ -185,7 +192,7 @@ class Metrics:
     def __init__(self, settings: ServeSettings):
         disable_created_metrics()  # a sample more for each counter, which nothing here reads
         self._te = "te" in settings.metrics_names
-        self._served: Sequence[ServedModel] = ()
+        self._models: Callable[[], Sequence[ListedModel]] = tuple
         self.window = StatusWindow()
         registry = self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -253,8 +260,26 @@ class Metrics:
 
     def attach(self, served: Sequence[ServedModel]) -> None:
         """The models, once they are warm: what they have run until then does not count."""
-        self._served = served
-        self._batches.attach(served)
+        self._models = lambda: [(one.facts, one.model.model.adapters) for one in served]
+        for one in served:
+            self._batches.add(one)
+
+    def attach_pool(self, pool: PoolCounts) -> None:
+        """Models that come and go: `add_model` and `remove_model` say which are there.
+
+        pool: it counts that, and is counted from now on.
+        """
+        self._models = pool.listed_models
+        self._batches.names = [facts.name for facts in pool.base_models()]
+        self._registry.register(ModelMoves(pool))
+
+    def add_model(self, served: ServedModel) -> None:
+        """A model is in memory."""
+        self._batches.add(served)
+
+    def remove_model(self, served: ServedModel) -> None:
+        """A model leaves the memory; what it has counted stays."""
+        self._batches.remove(served)
 
     def count_running(self, count: Callable[[], int]) -> None:
         """count: gives the requests that are being answered."""
@@ -320,7 +345,7 @@ class Metrics:
     async def stats(self) -> bytes:
         self._count_records()
         self._batches.read()
-        return self.window.json(self._served, self._batches.totals())
+        return self.window.json(self._models(), self._batches.totals())
 
 
 class _Histogram:
@@ -355,7 +380,9 @@ class _Batches:
     """Numbers of the queue and of forward passes, from AsyncModel.stats()."""
 
     def __init__(self, registry: CollectorRegistry):
-        self._served: list[tuple[ServedModel, AsyncStats]] = []  # and its stats at the start
+        self.names: list[str] = []  # also of models that are not in memory
+        self._served: dict[str, tuple[ServedModel, AsyncStats]] = {}  # and its stats at the start
+        self._past: dict[str, AsyncStats] = {}  # counts of models that have left the memory
         self._seen: dict[str, float] = {}  # the time of the last forward pass that was counted
         self._sequences = _Histogram(
             "bytetx_batch_sequences", "Texts of a forward pass.", _SIZES, registry
@@ -365,11 +392,29 @@ class _Batches:
         )
         registry.register(self)
 
-    def attach(self, served: Sequence[ServedModel]) -> None:
-        self._served = [(one, one.model.stats()) for one in served]
+    def add(self, served: ServedModel) -> None:
+        name = served.facts.name
+        if name not in self.names:
+            self.names.append(name)
+        self._served[name] = served, served.model.stats()
+
+    def remove(self, served: ServedModel) -> None:
+        self.read()
+        name = served.facts.name
+        self._past[name] = dict(self.stats())[name].counts_only()
+        del self._served[name]
 
     def stats(self) -> list[tuple[str, AsyncStats]]:
-        return [(one.facts.name, one.model.stats().since(start)) for one, start in self._served]
+        """The stats of every model, also of those that are not in memory."""
+        return [(name, self._stats(name)) for name in self.names]
+
+    def _stats(self, name: str) -> AsyncStats:
+        past, found = self._past.get(name), self._served.get(name)
+        if found is None:
+            return past or AsyncStats()
+        served, start = found
+        stats = served.model.stats().since(start)
+        return stats if past is None else AsyncStats.total([past, stats])
 
     def totals(self) -> AsyncStats:
         """Sums over the models."""
@@ -437,7 +482,7 @@ class _Batches:
         adapter_bytes = GaugeMetricFamily(
             "bytetx_adapter_bytes", "Memory of the adapters that are loaded.", labels=["model"]
         )
-        for one, _ in self._served:
+        for one, _ in self._served.values():
             loaded = one.model.model.loras
             adapters.add_metric([one.facts.name], len(loaded.folders))
             adapter_bytes.add_metric([one.facts.name], loaded.num_bytes)

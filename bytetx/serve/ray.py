@@ -250,10 +250,16 @@ def application(settings: ServeSettings, scale: Scale | None = None) -> serve.Ap
 
     Ray Serve has the address, the port and the proxies; those of the settings are not used. A
     replica that is stopped answers what it has begun, for settings.shutdown_timeout_s at most.
-    Raises OptionError for a batch_dir: no process of a cluster runs batches.
+    Raises OptionError for a batch_dir, which no process of a cluster runs, and for models that come
+    and go.
     """
     if settings.batch_dir is not None:
         raise OptionError("Ray Serve runs no batches; leave batch_dir out")
+    if settings.moves_models:
+        raise OptionError(
+            "--lazy, --unload-after and --memory-budget are for models of one process, and Ray "
+            "starts engines by their load; leave them out"
+        )
     scale = scale or Scale()
     gpus = scale.gpus
     if gpus is None:

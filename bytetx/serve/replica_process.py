@@ -13,9 +13,8 @@ import uvloop
 
 from bytetx.errors import BytetxError, OptionError
 from bytetx.ops.host import limit_heaps
-from bytetx.serve.engine import LocalBackend, ServedModel
+from bytetx.serve.backends import open_backend
 from bytetx.serve.http_server import bind, make_site, run_site
-from bytetx.serve.loading import close_models, load_models, warm_up
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.metrics import Metrics
 from bytetx.serve.replica_records import ReplicaRecorder
@@ -46,23 +45,16 @@ def main() -> None:
 async def _serve(settings: ServeSettings, index: int, folder: Path) -> None:
     """Loads first and listens then: the kernel gives connections to whoever listens."""
     ends = asyncio.Event()
-    served: list[ServedModel] = await asyncio.to_thread(load_models, settings)
-    try:
-        backend = LocalBackend(
-            served, on_lost=ends.set, changes_adapters=False
-        )  # the supervisor starts it again
-        await warm_up(backend)
-        metrics = Metrics(settings)
+    metrics = Metrics(settings)
+    # A replica that is lost ends, and the supervisor starts it again.
+    opened = open_backend(settings, metrics, on_lost=ends.set, changes_adapters=False)
+    async with opened as backend:
         recorder = ReplicaRecorder(metrics, index=index, folder=folder)
         site = make_site(settings, recorder)
         metrics.count_running(lambda: site.num_running)
-        metrics.attach(served)
         site.backend = backend
-
         sockets = [bind(settings, shares_port=True)]
         await run_site(site, recorder.listen, sockets, ends=ends, on_ready=say_ready)
-    finally:
-        await close_models(served)
 
 
 def _end_with_the_supervisor() -> None:

@@ -186,6 +186,7 @@ async def list_models(exchange: Exchange) -> Response:
 
 def _model(facts: ModelFacts) -> dict[str, Any]:
     parent = {} if facts.parent is None else {"parent": facts.parent}
+    is_loaded = {} if facts.is_loaded is None else {"is_loaded": facts.is_loaded}
     return {
         "id": facts.name,
         "object": "model",
@@ -193,6 +194,7 @@ def _model(facts: ModelFacts) -> dict[str, Any]:
         "owned_by": "bytetx",
         "max_model_len": facts.max_tokens,
         **parent,
+        **is_loaded,
     }
 
 

@@ -16,10 +16,17 @@ _TEI_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16
 
 
 async def health(exchange: Exchange) -> Response:
-    """200 where requests are answered; 503 before the models are ready and while shutting down."""
+    """200 where requests are answered; 503 before the models are ready and while shutting down.
+
+    Where models come and go, the body says which are loaded.
+    """
     backend = exchange.site.ready_backend()
     assert backend.is_healthy
-    return Response(status_code=200)
+    if not exchange.site.settings.moves_models:
+        return Response(status_code=200)
+    models = (facts for facts in backend.models if facts.parent is None)
+    content = {facts.name: "loaded" if facts.is_loaded else "unloaded" for facts in models}
+    return json_answer(exchange, {"models": content})
 
 
 async def metrics(exchange: Exchange) -> Response:
@@ -72,6 +79,8 @@ async def info(exchange: Exchange) -> Response:
         "tasks": list(facts.tasks),
         "models": [model.name for model in models],
     }
+    if facts.is_loaded is not None:
+        content["is_loaded"] = facts.is_loaded
     return json_answer(exchange, content)
 
 

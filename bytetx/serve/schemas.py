@@ -387,6 +387,10 @@ class TaskRequest(Request):
     model: str | None = Field(None, description="A served model; the first one.")
 
 
+class MoveModelRequest(Request):
+    model: str | None = Field(None, description="A served model; the first one.")
+
+
 class UnloadAdapterRequest(Request):
     name: str = Field(description="Of the adapter, without its model.")
     model: str | None = Field(None, description="A served model; the first one.")

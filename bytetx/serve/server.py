@@ -1,6 +1,7 @@
 """`bytetx serve`: all in this process, or front-ends and an engine process."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import uvloop
 
@@ -28,26 +29,20 @@ def serve(settings: ServeSettings) -> None:
 
 
 async def _serve_here(settings: ServeSettings) -> None:
-    from bytetx.serve.engine import LocalBackend, ServedModel
-    from bytetx.serve.loading import close_models, load_models, warm_up
+    from bytetx.serve.backends import open_backend
     from bytetx.serve.metrics import Metrics
 
     metrics = Metrics(settings)
     site = make_site(settings, metrics)
     metrics.count_running(lambda: site.num_running)
-    served: list[ServedModel] = []
     ends = asyncio.Event()
 
-    async def start() -> None:
-        served.extend(await asyncio.to_thread(load_models, settings))
-        backend = LocalBackend(served, on_lost=ends.set)
-        await warm_up(backend)
-        metrics.attach(served)
-        site.backend = backend
+    async with AsyncExitStack() as stack:
 
-    try:
+        async def start() -> None:
+            opened = open_backend(settings, metrics, on_lost=ends.set)
+            site.backend = await stack.enter_async_context(opened)
+
         await run_site(site, start, [bind(settings)], ends=ends)
-    finally:
-        await close_models(served)
     if site.backend is not None and not site.backend.is_healthy:
         raise DeviceLostError("the engine was lost, and only a new process helps; start it again")

@@ -1,6 +1,7 @@
 """Settings of the server: models, limits, addresses; checked once, when they are made."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,16 @@ from bytetx.errors import OptionError, shown
 # Pooling modes as TEI writes them.
 _TEI_POOLING = {"last-token": "lasttoken"}
 _KEY = re.compile(r"[\x21-\x7e]+")
+_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?((?:[KMGT]i?)?B?)", re.IGNORECASE)
+_BYTE_UNITS = {
+    prefix + unit: size
+    for unit in ("b", "")
+    for prefix, size in {
+        "": 1,
+        **{letter: 1000**power for power, letter in enumerate("kmgt", 1)},
+        **{f"{letter}i": 1024**power for power, letter in enumerate("kmgt", 1)},
+    }.items()
+}
 METRICS_NAMES = ("bytetx", "te")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -42,6 +53,9 @@ class ServeSettings:
     frontends: processes that share the port; 1 answers in the process that computes.
     batch_dir: folder of files and batches; None: their routes are off.
     adapters: each NAME=PATH, of the only model, or MODEL:NAME=PATH.
+    lazy: whether a model is loaded by its first request.  unload_after_s: that a model may be idle
+    before it leaves the memory.  memory_budget: of the weights of all models in memory, as of
+    parse_bytes.  load_timeout_s: that a request waits for its model.
     """
 
     models: Sequence[ModelSource]
@@ -91,6 +105,10 @@ class ServeSettings:
     frontends: int = 1
     adapters: Sequence[str] = ()
     batch_dir: Path | None = None
+    lazy: bool = False
+    unload_after_s: float | None = None
+    memory_budget: str | None = None
+    load_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -114,6 +132,7 @@ class ServeSettings:
             )
         if self.pooling in _TEI_POOLING:
             object.__setattr__(self, "pooling", _TEI_POOLING[self.pooling])
+        self._check_moves()
         check_draft_size(self.num_speculative_tokens)
         check_kv_cache_dtype(self.kv_cache_dtype)
         self.answer_format(AnswerFormat())  # checks the names
@@ -134,6 +153,30 @@ class ServeSettings:
         """
         return found.changed(tool_calls=self.tool_call_parser, reasoning=self.reasoning_parser)
 
+    def _check_moves(self) -> None:
+        """OptionError for options of models that come and go which cannot be kept."""
+        times = {"unload-after": self.unload_after_s, "load-timeout": self.load_timeout_s}
+        for name, seconds in times.items():
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise OptionError(f"--{name} must be a number of seconds above 0, got {seconds:g}")
+        if self.memory_budget is not None:
+            parse_bytes("--memory-budget", self.memory_budget)
+        if self.moves_models and self.tp > 1:
+            raise OptionError(
+                "--lazy, --unload-after and --memory-budget are for models of one process, and "
+                f"--tensor-parallel-size is {self.tp}; leave out one of the two"
+            )
+
+    @property
+    def moves_models(self) -> bool:
+        """Whether models come into memory and leave it while the server runs."""
+        return self.lazy or self.unload_after_s is not None or self.memory_budget is not None
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        given = self.memory_budget
+        return None if given is None else parse_bytes("--memory-budget", given)
+
     def adapters_of(self, model: str) -> dict[str, str]:
         """The paths of a model's adapters, by name."""
         return {name: path for owner, name, path in self._adapters() if owner == model}
@@ -152,6 +195,18 @@ class ServeSettings:
             check_adapter_name(name)
             found.append((model or names[0], name, path))
         return found
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """A size such as 10GiB, 500MB or 1073741824; OptionError for another text, or none above 0."""
+    found = _BYTES.fullmatch(text.strip())
+    size = 0 if found is None else int(float(found[1]) * _BYTE_UNITS[found[2].lower()])
+    if size <= 0:
+        raise OptionError(
+            f"{name} must be a size above 0, such as 10GiB, 500MB or a number of bytes, got "
+            f"{shown(text)}"
+        )
+    return size
 
 
 def model_sources(given: Sequence[str], served_names: Sequence[str] = ()) -> list[ModelSource]:

@@ -69,6 +69,10 @@ class AsyncStats:
         recent = [step for step in self.recent if step.time > seen]
         return replace(self, **counts, recent=recent)
 
+    def counts_only(self) -> "AsyncStats":
+        """The same without work that waits or runs, and without forward passes."""
+        return AsyncStats(**{name: getattr(self, name) for name in _COUNTS})
+
 
 def engine_stats(engine: EncodeEngine) -> AsyncStats:
     """The counts of one engine."""

@@ -258,7 +258,7 @@ def test_a_tied_head_is_a_copy_where_that_is_faster_and_small(
     word, x = loaded.transformer.embeddings.word, torch.randn(5, 48)
     copied = heads.load_lm(loaded.spec, loaded.loader, word=word)
     assert copied.decoder.is_prepacked == loaded.loader.prepack
-    monkeypatch.setattr(heads, "_MAX_COPIED_HEAD_BYTES", word.nbytes - 1)
+    monkeypatch.setattr(heads, "MAX_COPIED_HEAD_BYTES", word.nbytes - 1)
     shared = heads.load_lm(loaded.spec, loaded.loader, word=word)
     weight = shared.decoder.weight
     assert weight.untyped_storage().data_ptr() == word.untyped_storage().data_ptr()

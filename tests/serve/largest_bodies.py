@@ -161,10 +161,13 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
         {"name": name, "path": path} for name in ("a", text) for path in ("a", text)
     ],
     "/adapters/unload": lambda text: [{"name": "a"}, {"name": text}],
+    "/models/load": lambda text: [{"model": text}],
+    "/models/unload": lambda text: [{"model": text}],
 }
-# Routes that answer none of these bodies with 200: there are no such adapters, and the chats are
-# longer than the model.
+# Routes that answer none of these bodies with 200: there are no such adapters, models are always
+# loaded, and the chats are longer than the model.
 REFUSES_ALL = {"/adapters/load", "/adapters/unload", "/v1/chat/completions"}
+REFUSES_ALL |= {"/models/load", "/models/unload"}
 
 
 def largest_bodies(path: str, *, size: int) -> Iterator[bytes]:

@@ -48,12 +48,12 @@ BODIES: dict[str, dict[str, Any]] = {
         **{"model": "writer", "max_tokens": 3, "seed": 5, "stream_options": {}},
     },
 }
-# They need a key and change what is served: test_serve_adapters.py has theirs.
-ADAPTERS = ("/adapters/load", "/adapters/unload")
+# They need a key and change what is served: tests of adapters and of lazy servers have theirs.
+KEYED = ("/adapters/load", "/adapters/unload", "/models/load", "/models/unload")
 KINDS = {
     path: route.body
     for (_, path), route in ROUTES.items()
-    if route.body is not None and path not in ADAPTERS
+    if route.body is not None and path not in KEYED
 }
 OURS = [path for path, kind in KINDS.items() if kind.refuses_unknown]
 OPENAIS = [path for path, kind in KINDS.items() if not kind.refuses_unknown]
