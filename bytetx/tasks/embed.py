@@ -69,8 +69,6 @@ class EmbedTask:
         reads_last = self.pooling == ("lasttoken",) and not self.skips_prompt
         if reads_last and step.shared is not None:
             step = last_tokens(step)
-        if self._is_of_words(transformer):
-            return self._checked(self._of_words(transformer, step.requests))
         return self.reduce(transformer.forward(step.batch), step)
 
     @torch.inference_mode()
@@ -94,8 +92,12 @@ class EmbedTask:
 
         The arguments are those of ops.pool.
         """
+        modules: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.modules]
+        if self.dimensions is not None:
+            modules.append(lambda x: x[:, : self.dimensions].contiguous())
+        if self.normalize:
+            modules.append(Normalize())
         # The pooling kernel also normalises; torch would read the rows three more times.
-        modules = self._all_modules
         is_normalized = (
             len(self.pooling) == 1 and bool(modules) and isinstance(modules[0], Normalize)
         )
@@ -113,38 +115,6 @@ class EmbedTask:
         x = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
         for module in modules[is_normalized:]:
             x = module(x)
-        return self._checked(x)
-
-    def at_once(self, transformer: Transformer, requests: Requests) -> np.ndarray | None:
-        """Finite rows of requests that need no step; None where they need one."""
-        if self.quantizer is not None or not self._is_of_words(transformer):
-            return None
-        rows: np.ndarray = self._of_words(transformer, requests).numpy()
-        return rows if np.isfinite(rows).all() else None
-
-    def _is_of_words(self, transformer: Transformer) -> bool:
-        return transformer.is_table and self.pooling == ("mean",) and not self.skips_prompt
-
-    @torch.inference_mode()
-    def _of_words(self, transformer: Transformer, requests: Requests) -> torch.Tensor:
-        """The mean words of each text through all modules."""
-        ids, ends = torch.from_numpy(requests.token_ids), torch.from_numpy(requests.cu_seqlens)
-        x = transformer.mean_words(ids, ends)
-        for module in self._all_modules:
-            x = module(x)
-        return x
-
-    @property
-    def _all_modules(self) -> Sequence[Callable[[torch.Tensor], torch.Tensor]]:
-        modules: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.modules]
-        if self.dimensions is not None:
-            modules.append(lambda x: x[:, : self.dimensions].contiguous())
-        if self.normalize:
-            modules.append(Normalize())
-        return modules
-
-    def _checked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Vectors in the task's precision, and the `largest` of each before that."""
         return (x, largest(x)) if self.quantizer is None else quantized(x, self.quantizer)
 
     def mean(self, chunks: list[np.ndarray]) -> np.ndarray:
@@ -169,6 +139,32 @@ class EmbedTask:
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
         """[num_texts, dimensions]: a row for each text."""
         return outputs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanWordsTask(EmbedTask):
+    """The mean of a table's rows, without a hidden state for each token where that can be."""
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        if not transformer.is_table:  # it scales or rotates in ways of its own, or is on a GPU
+            return EmbedTask.compute(self, transformer, step)
+        return self._of_words(transformer, step.requests)
+
+    def at_once(self, transformer: Transformer, requests: Requests) -> np.ndarray | None:
+        """Finite rows of requests that need no step; None where they need one."""
+        if not transformer.is_table:
+            return None
+        rows, largest_numbers = (one.numpy() for one in self._of_words(transformer, requests))
+        return rows if np.isfinite(largest_numbers).all() else None
+
+    @torch.inference_mode()
+    def _of_words(
+        self, transformer: Transformer, requests: Requests
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, ends = torch.from_numpy(requests.token_ids), torch.from_numpy(requests.cu_seqlens)
+        means = transformer.mean_words(ids, ends)
+        ends = torch.arange(len(means) + 1, dtype=torch.int32)  # a row of a text is its own mean
+        return self.vectors(means, ends, max_seqlen=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +283,8 @@ def dense_task(
             and isinstance(modules[-1], TanhQuantizer)
             and not options.normalize,
         )
-    return EmbedTask(
+    is_mean = not context.spec.num_layers and modes == ("mean",) and sentence.include_prompt
+    return (MeanWordsTask if is_mean else EmbedTask)(
         modes,
         modules,
         kept or size,

@@ -621,12 +621,16 @@ class AsyncRun(CallRun[T]):
 
     def accept(self, window: Window) -> None:
         """Queues a window's texts."""
-        window = self.expect(window)
+        if self.call.adapters is not None:
+            requests = window.requests.with_adapters(self.call.adapters)
+            window = replace(window, requests=requests)
         if self.on_read is not None:
             self.on_read(window)
         self.counter.add(window)
         self.counter.num_done += window.num_texts
         self._failures += window.failures
+        if self.chunks is not None:
+            self.chunks.expect(window.requests)
         self.tokenize_seconds += time.perf_counter() - self._called
         num_read, tokens = self._reading
         self._engine.submit(self.open, window.requests, num_read=num_read, tokens=tokens)
