@@ -221,7 +221,8 @@ def generate_one(
     if not isinstance(adapter, str | None):
         raise OptionError(f"adapter must be one name for one prompt, got {shown(adapter)}")
     template = checked_options(options.chat_template_kwargs)
-    return PromptCall(prompt, params, template, adapter, _chat_ends(context))
+    ends = ChatEnds(context.answer_format, context.tokenizer)
+    return PromptCall(prompt, params, template, adapter, ends)
 
 
 @task(
@@ -258,11 +259,8 @@ def generate(
                 raise InputError(f"params[{index}]: {error}") from None
     check_iterable("prompts", prompts)
     reader = prompt_reader(context.checkpoint, options)
-    return GenerationCall(prompts, params, reader, options, _chat_ends(context))
-
-
-def _chat_ends(context: TaskContext) -> ChatEnds:
-    return ChatEnds(context.answer_format, context.tokenizer)
+    ends = ChatEnds(context.answer_format, context.tokenizer)
+    return GenerationCall(prompts, params, reader, options, ends)
 
 
 def prompt_reader(checkpoint: LoadedCheckpoint, options: ChatOptions) -> PromptReader:
