@@ -24,6 +24,7 @@ from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.triton_kernels import (
     attention,
     convolution,
+    delta_rule,
     disentangled,
     gemm,
     grouped,
@@ -40,7 +41,7 @@ from bytetx.ops.triton_kernels import (
 )
 
 MODULES = (
-    *(attention, convolution, disentangled, gemm, grouped, kv_codes, late_interaction),
+    *(attention, convolution, delta_rule, disentangled, gemm, grouped, kv_codes, late_interaction),
     *(low_rank, norms),
     *(padding, paged, rows, sampling, sequences),
 )
@@ -163,6 +164,20 @@ def launch_mixers(x: Tensor, ends: Tensor) -> None:
         )
 
 
+def launch_delta_rules(head_dim: int, dtype: torch.dtype) -> None:
+    """In chunks and of one token each."""
+    ends, floats, heads = torch.zeros(5, dtype=torch.int32), torch.empty(8), 8
+    x = torch.empty(400, heads, head_dim, dtype=dtype)
+    memory, gate = torch.empty(9, heads, head_dim, head_dim), x[:, :, 0].contiguous()
+    for tokens in (400, 4):
+        v, few = x[:tokens], x[:tokens, ::2].contiguous()
+        triton_kernels.gated_delta_rule(
+            few, few, v, gate[:tokens], gate[:tokens], floats, floats, ends,
+            has_one_token=tokens == 4, past=(memory, ends[:4], ends[:4]),
+        )  # fmt: skip
+    triton_kernels.gated_norm(x, x.flatten(1), x[0, 0], 1e-6)
+
+
 def launch_low_rank(x: Tensor, total: int, width: int) -> None:
     """Adapters of few rows and of many, of ranks that one kernel holds and that two take."""
     bounds = np.array([0, 1, total - 1, total])
@@ -237,6 +252,7 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         q[:32, 0].contiguous(), k[:, 0].contiguous(), ends, empty_score=0.0
     )
     launch_mixers(x, ends)
+    launch_delta_rules(head_dim, dtype)
     floats, longs = torch.empty(total), torch.empty(total, dtype=torch.int64)
     limits = {"top_k": longs, "top_p": floats, "min_p": floats}
     triton_kernels.sample(x, floats, **limits, numbers=floats.double())
@@ -259,7 +275,8 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
 def main(capability: int, sizes: list[str]) -> None:
     for module in (gemm, grouped, paged, late_interaction):
         module.num_multiprocessors = lambda device: 132
-    gemm.has_tensor_descriptors = partial(has_tensor_descriptors, capability)
+    for module in (gemm, delta_rule):
+        module.has_tensor_descriptors = partial(has_tensor_descriptors, capability)
     low_rank.launches_early = lambda device: capability >= 90
     for module in MODULES:
         module.launch = Compiler(capability)

@@ -12,7 +12,13 @@ from bytetx.checkpoint.mixer_spec import DeltaSpec, MixerSpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.kv_cache import LayerState
 from bytetx.nn.tensors import Matrix, TensorLoader
-from bytetx.ops.delta_rule import DeltaGates, DeltaPast, gated_delta_rule, gated_norm
+from bytetx.ops.delta_rule import (
+    DeltaGates,
+    DeltaPast,
+    gated_delta_rule,
+    gated_norm,
+    has_delta_kernel,
+)
 from bytetx.ops.group_rows import GroupRows
 from bytetx.ops.short_conv import ConvPast, short_conv
 from bytetx.packed import PackedBatch
@@ -75,7 +81,8 @@ class DeltaNet:
 
     @property
     def is_capturable(self) -> bool:
-        return False  # the rule reads lengths on the host
+        own, conv = self.spec, self.conv
+        return has_delta_kernel(conv.device, conv.dtype, own.k_dim, own.v_dim)
 
     def mix(self, projected: Tensor, batch: PackedBatch, state: LayerState | None) -> Tensor:
         own, heads = self.spec, self.spec.num_v_heads
@@ -95,7 +102,8 @@ class DeltaNet:
             DeltaGates(decay, beta, self.rates, self.decay_bias),
             batch.cu_seqlens,
             batch.seqlens,
-            memory,
+            max_seqlen=batch.max_seqlen,
+            past=memory,
         )
         return gated_norm(out, gate, self.norm, self.eps)
 

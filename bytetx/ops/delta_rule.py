@@ -7,10 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytetx.ops import triton_backend
 from bytetx.ops.check import require_tensor
 from bytetx.ops.delta_chunk import CHUNK
+from bytetx.ops.registry import Operation
 
 _EPS = 1e-6
+_MAX_DIM = 128  # features of a head of q, k or v that a program of Triton's holds
+
+# Shape class: dtype, k_dim, v_dim.
+DELTA_RULE = Operation("gated_delta_rule")
+# Shape class: dtype, width.  run(x, gate, weight, eps) on checked arguments.
+GATED_NORM = Operation("gated_norm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,11 @@ class DeltaGates:
     decay_bias: Tensor
 
 
+def has_delta_kernel(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int) -> bool:
+    """Whether the rule launches by sizes alone there; the torch form reads lengths on the host."""
+    return DELTA_RULE.choose(device, dtype, k_dim, v_dim).name != "torch"
+
+
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -49,6 +62,8 @@ def gated_delta_rule(
     gates: DeltaGates,
     cu_seqlens: Tensor,
     seqlens: Tensor,
+    *,
+    max_seqlen: int,
     past: DeltaPast | None = None,
 ) -> Tensor:
     """o_t = S_t q_t of S_t = e^d_t S_(t-1) (I - b_t k_t k_t') + b_t v_t k_t', S_0 = 0.
@@ -56,7 +71,8 @@ def gated_delta_rule(
     q, k: [total_tokens, num_k_heads, k_dim]; unit vectors are taken of both, and q is divided by
     the root of k_dim.  v: [total_tokens, num_v_heads, v_dim]; as many heads of it share one of k.
     Tokens have any stride, their features none.  cu_seqlens: int32 [batch_size + 1].
-    seqlens: int32 [batch_size], on the host.
+    seqlens: int32 [batch_size], on the host; read where has_delta_kernel is False.
+    max_seqlen: no sequence is longer; of 1, a step with a past takes a kernel of its own.
     past: where sequences continue; its memory becomes that behind this step's tokens.
     Returns [total_tokens, num_v_heads, v_dim] in v's dtype, zeros behind the last sequence.
     Raises ValueError on shape, dtype or device mismatch.
@@ -86,8 +102,10 @@ def gated_delta_rule(
         require_tensor("past.memory", past.memory, shape=sizes, dtypes=floats, device=device)
         for name, x in (("slots", past.slots), ("kv_seqlens", past.kv_seqlens)):
             require_tensor(f"past.{name}", x, shape=(batch_size,), dtypes=ints, device=device)
-    decay = F.softplus(gates.decay.float() + gates.decay_bias) * gates.rates
-    return _in_chunks(q, k, v, decay, gates.beta.float().sigmoid(), seqlens.numpy(), past)
+    mixed: Tensor = DELTA_RULE.choose(device, dtype, k_dim, v_dim).run(
+        q, k, v, gates, cu_seqlens, seqlens, max_seqlen, past
+    )
+    return mixed
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -103,9 +121,54 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     require_tensor("weight", weight, shape=(width,), dtypes=(dtype,), device=device)
     if not x.is_contiguous() or gate.stride(1) != 1:
         raise ValueError("x must be contiguous, and gate have rows of adjacent features")
-    wide = x.float()
-    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(dtype) * weight
-    return (normed.flatten(1) * F.silu(gate.float())).to(dtype)
+    normed: Tensor = GATED_NORM.choose(device, dtype, width).run(x, gate, weight, eps)
+    return normed
+
+
+def _is_held(device: torch.device, dtype: torch.dtype, k_dim: int, v_dim: int) -> bool:
+    return max(k_dim, v_dim) <= _MAX_DIM
+
+
+@DELTA_RULE.triton_kernel(beside="", takes=_is_held)
+def _run_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: DeltaGates,
+    cu_seqlens: Tensor,
+    seqlens: Tensor,
+    max_seqlen: int,
+    past: DeltaPast | None,
+) -> Tensor:
+    mixed: Tensor = triton_backend.kernels(v.device).gated_delta_rule(
+        q,
+        k,
+        v,
+        gates.decay,
+        gates.beta,
+        gates.rates,
+        gates.decay_bias,
+        cu_seqlens,
+        has_one_token=max_seqlen == 1,
+        past=() if past is None else (past.memory, past.slots, past.kv_seqlens),
+    )
+    return mixed
+
+
+@DELTA_RULE.in_torch()
+def _run_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: DeltaGates,
+    cu_seqlens: Tensor,
+    seqlens: Tensor,
+    max_seqlen: int,
+    past: DeltaPast | None,
+) -> Tensor:
+    """Loops over chunks, never over tokens: each chunk's triangular system is solved at once."""
+    decay = F.softplus(gates.decay.float() + gates.decay_bias) * gates.rates
+    return _in_chunks(q, k, v, decay, gates.beta.float().sigmoid(), seqlens.numpy(), past)
 
 
 def _in_chunks(
@@ -117,10 +180,7 @@ def _in_chunks(
     seqlens: np.ndarray,
     past: DeltaPast | None,
 ) -> Tensor:
-    """Loops over chunks, never over tokens: each chunk's triangular system is solved at once.
-
-    decay: logarithms, as beta f32 [total_tokens, num_v_heads].
-    """
+    """decay: logarithms, as beta f32 [total_tokens, num_v_heads]."""
     total_tokens, num_heads, v_dim = v.shape
     out = torch.zeros_like(v)
     longest = int(seqlens.max(initial=0))
@@ -189,3 +249,16 @@ def _memory(
     lengths = torch.from_numpy(seqlens[order]).to(zeros.device)
     starts = past.kv_seqlens[at] <= lengths
     return past.memory[past.slots[at]].masked_fill_(starts[:, None, None, None], 0)
+
+
+@GATED_NORM.triton_kernel(beside="", takes=triton_backend.holds_rows)
+def _norm_in_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    normed: Tensor = triton_backend.kernels(x.device).gated_norm(x, gate, weight, eps)
+    return normed
+
+
+@GATED_NORM.in_torch()
+def _norm_in_torch(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)

@@ -1,10 +1,14 @@
-"""The gated delta rule of packed sequences against float64."""
+"""The gated delta rule of packed sequences against float64, in torch and in Triton."""
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytetx.ops import delta_rule as op
 from bytetx.ops.delta_chunk import CHUNK
 from bytetx.ops.delta_rule import DeltaGates, DeltaPast, gated_delta_rule, gated_norm
 
@@ -12,11 +16,32 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 if DEVICE == "cuda":
     pytestmark.append(pytest.mark.gpu)
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# The interpreter multiplies no bf16.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 SEQLENS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 0, 2 * CHUNK + 5, 2]
-# key heads, value heads, k_dim, v_dim: the second are those of real checkpoints
-SIZES = [(2, 4, 12, 8), (1, 2, 128, 128)]
+# key heads, value heads, k_dim, v_dim; the last has rows that begin at multiples of 16 bytes
+SIZES = [(2, 4, 12, 8), (1, 2, 128, 128)] + [(16, 32, 128, 128)] * (DEVICE == "cuda")
 PADDING = 5
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Has the ops run by one backend; Triton's kernels are interpreted where there is no GPU."""
+    runs: tuple[Callable[..., Tensor], ...] = (op._run_torch, op._norm_in_torch)
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        from bytetx.ops import triton_backend, triton_kernels
+
+        monkeypatch.setattr(triton_backend, "kernels", lambda device: triton_kernels)
+        runs = (op._run_triton, op._norm_in_triton)
+
+    class Chosen:
+        def __init__(self, run: Callable[..., Tensor]):
+            self.run = run
+
+    for operation, run in zip((op.DELTA_RULE, op.GATED_NORM), runs, strict=True):
+        monkeypatch.setattr(operation, "choose", partial(lambda own, *shape: own, Chosen(run)))
+    return str(request.param)
 
 
 class Inputs:
@@ -46,7 +71,8 @@ class Inputs:
             gates,
             ends,
             lengths,
-            past,
+            max_seqlen=max(seqlens, default=0),
+            past=past,
         )
 
     def exact(self, rows: slice, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -77,8 +103,8 @@ def assert_close(ours: Tensor, right: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_whole_sequences(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    """Lengths around a chunk's; padding gives zeros."""
+def test_whole_sequences(backend: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Lengths around a chunk's; batch mates change no bit, padding gives zeros."""
     total = sum(SEQLENS)
     inputs = Inputs(total, sizes, dtype)
     same = inputs.k[total - CHUNK : total]
@@ -90,17 +116,19 @@ def test_whole_sequences(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
         rows = slice(start, start + length)
         start += length
         assert_close(out[rows], inputs.exact(rows)[0], dtype)
+        if length == CHUNK + 1:
+            assert torch.equal(inputs.run(rows, [length]), out[rows]) or backend == "torch"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_thousands_of_tokens(dtype: torch.dtype) -> None:
+def test_thousands_of_tokens(backend: str, dtype: torch.dtype) -> None:
     inputs = Inputs(2050, (1, 1, 16, 16), dtype)
     out = inputs.run(slice(0, 2050), [2050])
     assert_close(out, inputs.exact(slice(0, 2050))[0], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_sequences(dtype: torch.dtype) -> None:
+def test_many_sequences(backend: str, dtype: torch.dtype) -> None:
     seqlens = [1 + i * 7 % 5 for i in range(40)]
     inputs = Inputs(sum(seqlens), (1, 1, 16, 16), dtype)
     out, start = inputs.run(slice(None), seqlens), 0
@@ -112,7 +140,7 @@ def test_many_sequences(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pieces_with_a_state(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+def test_pieces_with_a_state(backend: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     """Pieces of 0 to many tokens, and steps of one for each; slots start as NaN."""
     totals = [8, 77, 3, 70]
     texts = [Inputs(total, sizes, dtype, seed) for seed, total in enumerate(totals)]
@@ -146,7 +174,7 @@ def test_pieces_with_a_state(dtype: torch.dtype, sizes: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_norm(dtype: torch.dtype) -> None:
+def test_the_norm(backend: str, dtype: torch.dtype) -> None:
     for tokens, heads, width in ((1, 1, 128), (7, 3, 12), (70, 2, 300)):
         x = torch.randn(tokens, heads, width, device=DEVICE).to(dtype)
         gate = torch.randn(tokens, heads * width + 5, device=DEVICE).to(dtype)[:, : heads * width]
@@ -159,7 +187,7 @@ def test_the_norm(dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours.double(), right, rtol=4 * eps, atol=4 * eps)
 
 
-def test_no_rows() -> None:
+def test_no_rows(backend: str) -> None:
     inputs = Inputs(0, SIZES[0], torch.float32)
     assert inputs.run(slice(0, 0), []).shape == (0, 4, 8)
     assert inputs.run(slice(0, 0), [0, 0]).shape == (0, 4, 8)

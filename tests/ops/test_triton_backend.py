@@ -84,7 +84,7 @@ def test_sinks_of_an_encoder(tmp_path: Path, interpreted: Counted) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom", "qwen3_5"])
 def test_a_decoder(family: str, tmp_path: Path, interpreted: Counted) -> None:
     tiny_decoder(family).save_pretrained(tmp_path)
     prompts = [[5, 6, 7], [8] * 20, [9]]
@@ -92,6 +92,8 @@ def test_a_decoder(family: str, tmp_path: Path, interpreted: Counted) -> None:
     model = bytetx.load(tmp_path, device="cpu")
     ours = [answer.token_ids for answer in model.generate(prompts, params)]
     assert {"paged_attention", "write_kv", "norm", "argmax"} <= interpreted.used
+    if family == "qwen3_5":
+        assert {"gated_delta_rule", "gated_norm", "short_conv"} <= interpreted.used
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "_lookup", lambda device_type, index: "none")
         native.forget_lookups()

@@ -6,6 +6,7 @@ this package through ops.triton_backend, which says whether it can be.
 
 from bytetx.ops.triton_kernels.attention import tree_attention, tree_tile_rows, varlen_attention
 from bytetx.ops.triton_kernels.convolution import short_conv
+from bytetx.ops.triton_kernels.delta_rule import gated_delta_rule, gated_norm
 from bytetx.ops.triton_kernels.disentangled import disentangled_attention
 from bytetx.ops.triton_kernels.gemm import linear
 from bytetx.ops.triton_kernels.grouped import grouped_linear, grouped_rows
@@ -32,6 +33,8 @@ __all__ = [
     "disentangled_attention",
     "embed",
     "gate_rows",
+    "gated_delta_rule",
+    "gated_norm",
     "grouped_linear",
     "grouped_rows",
     "linear",
