@@ -1,10 +1,11 @@
 """Scheduler: which tokens of which sequences the next forward pass computes."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -293,10 +294,10 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plans the next forward pass; it has no rows where there is no work."""
         step = self._begin_step()
-        if self._num_waiting:
-            self._yield_to_waiting(step)
+        better = self._yield_to_waiting(step) if self._num_waiting else None
+        running = self._running if better is None else self._by_class(better, step)
         rows, last = step.rows, self.pages.page_size - 1
-        for sequence in self._running:  # only those at the end are preempted meanwhile
+        for sequence in running:  # only those at the end are preempted meanwhile
             start, num_tokens = sequence.num_computed, sequence.num_tokens
             offset = start & last
             is_within_page = offset and (offset != last or num_tokens > len(sequence.token_ids))
@@ -318,6 +319,12 @@ class Scheduler:
         return SchedulerOutput(
             tuple(rows), num_tokens, step.num_preempted, admitted, with_new_pages, has_drafts
         )
+
+    def _by_class(self, better: int, step: "_StepBuilder") -> Iterator[SequenceState]:
+        """The running sequences; those that wait are admitted between that class and worse ones."""
+        yield from islice(self._running, self._num_up_to(better))
+        self._schedule_waiting(step, better)
+        yield from islice(self._running, self._num_up_to(better), None)
 
     def _begin_step(self) -> "_StepBuilder":
         """Frees the pages of sequences whose last token is being computed."""
@@ -424,18 +431,43 @@ class Scheduler:
         held = len(sequence.pages) + pages.num_available
         return held * pages.page_size - sequence.num_computed
 
-    def _yield_to_waiting(self, step: "_StepBuilder") -> None:
-        """Preempts running sequences of worse classes until the first waiting one has room."""
+    def _yield_to_waiting(self, step: "_StepBuilder") -> int | None:
+        """Preempts running sequences of worse classes until the first waiting one has room.
+
+        Returns its class where worse ones run: it is admitted before them.  None, and nothing is
+        preempted, where even all of them would not do.
+        """
         first, running = self._peek_waiting(), self._running
-        while first is not None and running and first.priority < running[-1].priority:
-            reserved = sum(self._num_pages_missing(one) for one in (first, *running))
-            if self._free_slots and reserved + len(running) <= self.pages.num_available:
-                return
+        if first is None or not running or first.priority >= running[-1].priority:
+            return None
+        self._reuse_cached_pages(first)
+        num_better = self._num_up_to(first.priority)
+        held = sum(len(one.pages) for one in running[num_better:])
+        most = self.pages.num_available + held
+        has_room = self._has_room(first, running[:num_better], most)
+        while has_room and len(running) > num_better:
+            if self._free_slots and self._has_room(first, running, self.pages.num_available):
+                break
             self._preempt(running[-1])
             step.num_preempted += 1
+        self._drop_reused(first)
+        return first.priority if has_room else None
 
-    def _schedule_waiting(self, step: "_StepBuilder") -> None:
+    def _has_room(
+        self, sequence: SequenceState, running: Sequence[SequenceState], num_available: int
+    ) -> bool:
+        """Whether so many pages are enough for a sequence beside those that run."""
+        missing = sum(self._num_pages_missing(one) for one in (sequence, *running))
+        return missing + len(running) <= num_available
+
+    def _num_up_to(self, priority: int) -> int:
+        """Running sequences of that class and of better ones, which come first."""
+        return bisect_left(self._running, (priority + 1,), key=_SORT_KEY)
+
+    def _schedule_waiting(self, step: "_StepBuilder", worst: int | None = None) -> None:
         """Admits waiting sequences in order until one does not fit.
+
+        worst: the last class that is admitted, before worse ones that run; None: all are.
 
         A sequence fits when there are pages for all its tokens, beside those that running prompts
         still need and one page for each running sequence. With fewer pages the next steps would
@@ -443,16 +475,15 @@ class Scheduler:
         """
         pages = self.pages
         reserved = sum(self._num_pages_missing(s) for s in self._running)
-        while step.budget_left and self._free_slots:
+        kept = 0 if worst is None else step.num_decodes
+        while step.budget_left > kept and self._free_slots:
             sequence = self._peek_waiting()
-            if sequence is None:
+            if sequence is None or (worst is not None and sequence.priority > worst):
                 return
             self._reuse_cached_pages(sequence)
             needed = self._num_pages_missing(sequence)
             if needed + reserved + len(self._running) > pages.num_available:
-                self.num_cached_tokens -= sequence.num_computed
-                pages.free(sequence.pages)
-                sequence.reset_progress()
+                self._drop_reused(sequence)
                 return
             heappop(self._waiting)
             self._num_waiting -= 1
@@ -460,7 +491,8 @@ class Scheduler:
             sequence.slot_index = self._free_slots.pop()
             step.admitted.append(sequence)
             insort(self._running, sequence, key=_SORT_KEY)
-            self._add_row(sequence, min(sequence.num_uncomputed, step.budget_left), step)
+            most = step.budget_left - kept
+            self._add_row(sequence, min(sequence.num_uncomputed, most), step)
             reserved += self._num_pages_missing(sequence)
 
     def _reuse_cached_pages(self, sequence: SequenceState) -> None:
@@ -477,6 +509,12 @@ class Scheduler:
             sequence.pages += found
             sequence.skip_cached(first + len(found), page_size=page_size)
             self.num_cached_tokens += len(found) * page_size
+
+    def _drop_reused(self, sequence: SequenceState) -> None:
+        """Takes back what `_reuse_cached_pages` gave a waiting sequence."""
+        self.num_cached_tokens -= sequence.num_computed
+        self.pages.free(sequence.pages)
+        sequence.reset_progress()
 
     def _add_row(self, sequence: SequenceState, num_tokens: int, step: "_StepBuilder") -> None:
         start, pages = sequence.num_computed, self.pages

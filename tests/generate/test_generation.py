@@ -178,10 +178,57 @@ def test_a_better_class_waits_no_longer_than_a_step_for_a_slot_or_pages(size: di
     first = SequenceState([3] * 16, 4)
     run.scheduler.add(first)
     plan = run.step()
-    assert plan.rows[-1].sequence is first and plan.num_preempted == 1
+    assert plan.rows[0].sequence is first and plan.num_preempted == 1
     run.finish()
     expected = [FakeModel(num_pages=1, page_size=1).alone([n] * 8, 12) for n in (1, 2)]
     assert [sequence.output_ids for sequence in bulk] == expected
+
+
+def test_a_better_class_takes_its_tokens_of_a_step_before_long_prompts_of_worse_ones() -> None:
+    run = run_of(num_pages=64, token_budget=8)
+    short, long = SequenceState([1], 9, priority=1), SequenceState(list(range(40)), 1, priority=1)
+    run.scheduler.add(short)
+    run.scheduler.add(long)
+    run.step()
+    first, second = SequenceState([3] * 9, 2), SequenceState([4] * 2, 1)
+    run.scheduler.add(first)
+    run.scheduler.add(second)
+    plans = [[(row.sequence, row.num_tokens) for row in run.step().rows] for _ in range(3)]
+    assert plans[0] == [(first, 7), (short, 1)]  # who decodes goes on
+    assert plans[1] == [(first, 2), (second, 2), (short, 1), (long, 3)]
+    assert plans[2] == [(first, 1), (short, 1), (long, 6)]
+    run.finish()
+    assert long.output_ids == FakeModel(num_pages=1, page_size=1).alone(list(range(40)), 1)
+
+
+def test_nobody_is_preempted_for_a_sequence_that_has_no_room_even_then() -> None:
+    run = run_of(num_pages=10, page_size=4)
+    better, worse = SequenceState([1] * 24, 4), SequenceState([2] * 4, 8, priority=1)
+    run.scheduler.add(better)
+    run.scheduler.add(worse)
+    run.step()
+    first = SequenceState([3] * 20, 1)
+    run.scheduler.add(first)
+    while better.status is Status.RUNNING:
+        assert run.step().num_preempted == 0
+    run.step()
+    assert first in run.started
+    run.finish()
+    assert worse.num_preemptions <= 1
+
+
+def test_pages_that_a_waiting_sequence_shares_need_no_room() -> None:
+    run = run_of(num_pages=9, page_size=4, token_budget=64)
+    bulk = [SequenceState([*range(20), number], 8, priority=1) for number in (1, 2)]
+    for sequence in bulk:
+        run.scheduler.add(sequence)
+    run.step()
+    first = SequenceState([*range(20), 3], 4)
+    run.scheduler.add(first)
+    plan = run.step()
+    assert plan.rows[0].sequence is first and plan.rows[0].num_tokens == 1
+    assert plan.num_preempted == 1
+    run.finish()
 
 
 def test_prompts_are_cut_and_share_steps_with_decode_rows() -> None:
