@@ -2,18 +2,24 @@
 
 One task moves models, one at a time, in the order in which their first requests came; which ones
 make room is for residency.py. A request of a model in memory takes one look-up of a dictionary.
+
+Calls of batches, whose priority is not 0, make room only from models that nobody has asked for in
+the last minute, and are refused, to come again, where a request needs the room of their model.
 """
 
 import asyncio
 import gc
 import logging
+import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,7 +47,9 @@ logger = logging.getLogger("bytetx.serve")
 # For requests that run on a model that is to make room; meanwhile it takes no more of them.
 _LEAVE_S = 5.0
 _RETRY_S = 5.0  # after which a request that found no room may come again
+_SPARED_S = 60.0  # after its last request, that a model is not dropped for batches
 
+T = TypeVar("T")
 Waiter = asyncio.Future[None]
 
 
@@ -53,6 +61,7 @@ class PooledModel(Place):
     facts: its own, and those of its adapters and tasks, by name.
     adapters: the folders of its adapters, which are loaded with it.
     waiting: requests that need it in memory.  leaving: those that want it out.
+    patient: those of `waiting` that are of batches.  interruptible: calls of batches that run.
     """
 
     source: ModelSource = field(kw_only=True)
@@ -61,6 +70,13 @@ class PooledModel(Place):
     adapters: dict[str, Path] = field(kw_only=True)
     waiting: list[Waiter] = field(default_factory=list)
     leaving: list[Waiter] = field(default_factory=list)
+    patient: set[Waiter] = field(default_factory=set)
+    interruptible: set[asyncio.Future[Any]] = field(default_factory=set)
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether nobody but batches waits for it."""
+        return not self.leaving and self.patient.issuperset(self.waiting)
 
     @property
     def own_facts(self) -> ModelFacts:
@@ -175,20 +191,45 @@ class PooledBackend(LocalBackend):
     async def run(self, call: Call) -> Outcome:
         if call.task in ("load_model", "unload_model"):
             return await self._move(call)
-        place = await self._enter(call.model)
+        place = await self._enter(call.model, call.priority)
         try:
+            if call.priority:
+                return await self._interruptible(place, super().run(call))
             return await super().run(call)
         finally:
-            self._leave(place)
+            self._leave(place, call.priority)
 
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
-        place = await self._enter(call.model)
+        place = await self._enter(call.model, call.priority)
         try:
             async with aclosing(super().generate(call)) as pieces:
-                async for piece in pieces:
-                    yield piece
+                if not call.priority:
+                    async for piece in pieces:
+                        yield piece
+                    return
+                with suppress(StopAsyncIteration):
+                    while True:
+                        yield await self._interruptible(place, anext(pieces))
         finally:
-            self._leave(place)
+            self._leave(place, call.priority)
+
+    async def _interruptible(self, place: PooledModel, call: Awaitable[T]) -> T:
+        """A call of a batch; ServeError where a request needs the room of its model."""
+        task = asyncio.ensure_future(call)
+        place.interruptible.add(task)
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait((task,))
+            raise
+        finally:
+            place.interruptible.discard(task)
+        if task.cancelled():
+            raise ServeError(
+                "unhealthy", f"{place.name} made room for another model", retry_after_s=_RETRY_S
+            )
+        return task.result()
 
     async def keep_moving(self) -> None:
         """Moves models until it is cancelled; requests that wait then are refused."""
@@ -196,7 +237,7 @@ class PooledBackend(LocalBackend):
             while True:
                 while idle := self._residency.expired(time.monotonic()):
                     await self._move_out(self._own(idle[0]))
-                place = next(iter(self._turns), None)
+                place = min(self._turns, key=attrgetter("is_patient"), default=None)
                 if place is None:
                     await self._wait_for_turn()
                     continue
@@ -239,7 +280,7 @@ class PooledBackend(LocalBackend):
 
     # Requests
 
-    async def _enter(self, name: str) -> PooledModel:
+    async def _enter(self, name: str, priority: int = 0) -> PooledModel:
         """Counts a request of a model that is in memory then; ServeError where it cannot be."""
         place = self._places.get(name)
         if place is None:
@@ -247,15 +288,18 @@ class PooledBackend(LocalBackend):
             raise AssertionError(name)
         if place.state is State.IN:
             place.num_running += 1
+            place.num_asked += not priority
             return place
-        await self._wait(place, place.waiting)
+        await self._wait(place, place.waiting, priority)
         return place
 
-    async def _wait(self, place: PooledModel, queue: list[Waiter]) -> None:
+    async def _wait(self, place: PooledModel, queue: list[Waiter], priority: int = 0) -> None:
         if self._is_closed:
             raise _closed()
         future: Waiter = asyncio.get_running_loop().create_future()
         queue.append(future)
+        if priority:
+            place.patient.add(future)
         self._turns.setdefault(place)
         self._is_wanted.set()
         seconds = self._settings.load_timeout_s
@@ -265,7 +309,7 @@ class PooledBackend(LocalBackend):
         except (TimeoutError, asyncio.CancelledError) as error:
             has_entered = future.done() and not future.cancelled() and not future.exception()
             if has_entered and queue is place.waiting:
-                self._leave(place)
+                self._leave(place, priority)
             if isinstance(error, TimeoutError):
                 raise ServeError(
                     "unhealthy",
@@ -275,12 +319,16 @@ class PooledBackend(LocalBackend):
                 ) from None
             raise
         finally:
+            place.patient.discard(future)
             with suppress(ValueError):  # it was answered
                 queue.remove(future)
 
-    def _leave(self, place: PooledModel) -> None:
+    def _leave(self, place: PooledModel, priority: int = 0) -> None:
         place.num_running -= 1
         place.last_used = time.monotonic()
+        if not priority:
+            place.num_asked -= 1
+            place.last_asked = place.last_used
         if place.num_running:
             return
         if place.state is State.LEAVING:
@@ -321,8 +369,14 @@ class PooledBackend(LocalBackend):
                 _answer_all(place.leaving, lambda: _busy(f"{place.name} is in use"))
         if not place.waiting:
             return
-        if place.state is State.OUT and not await self._make_room(place):
-            _answer_all(place.waiting, lambda: _busy(f"there is no room for {place.name}"))
+        is_patient = place.is_patient
+        is_out = place.state is State.OUT
+        if is_out and not self._residency.fits_alone(place):  # as its first load has shown
+            self._answer_failure(place, _too_large(place, self._residency.budget_bytes))
+        elif is_out and not await self._make_room(place):
+            refused = [one for one in place.waiting if not is_patient or one in place.patient]
+            place.waiting = [one for one in place.waiting if one not in refused]
+            _answer_all(refused, lambda: _busy(f"there is no room for {place.name}"))
         elif place.state is State.OUT and place.waiting:
             await self._bring_in(place)
         if place.state is State.IN:
@@ -376,8 +430,14 @@ class PooledBackend(LocalBackend):
 
     async def _make_room(self, place: PooledModel) -> bool:
         """Moves others out so that a model fits; False where they are in use for too long."""
-        chosen = self._residency.make_room(place)
-        return chosen is not None and await self._empty([self._own(one) for one in chosen])
+        before = time.monotonic() - _SPARED_S if place.is_patient else math.inf
+        chosen = self._residency.make_room(place, asked_before=before)
+        if chosen is None:
+            return False
+        others = [self._own(one) for one in chosen]
+        for call in () if place.is_patient else [c for one in others for c in one.interruptible]:
+            call.cancel()
+        return await self._empty(others)
 
     async def _empty(self, places: Sequence[PooledModel]) -> bool:
         """Moves models out once their requests have ended; False where that takes too long."""
@@ -404,6 +464,7 @@ class PooledBackend(LocalBackend):
         for future in place.waiting:
             if _answer(future, None):
                 place.num_running += 1
+                place.num_asked += future not in place.patient
         place.waiting.clear()
         place.last_used = time.monotonic()
 

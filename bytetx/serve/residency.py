@@ -3,6 +3,7 @@
 It knows no weights, threads or clocks: callers say what happens, and when.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -23,6 +24,7 @@ class Place:
 
     num_bytes: of its weights; expected before it was loaded once.  num_running: its requests.
     last_used: when the last one came or ended, in seconds of a clock of the caller's.
+    num_asked, last_asked: the same of requests that somebody waits for, which are not of batches.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Place:
     state: State = State.OUT
     num_running: int = 0
     last_used: float = 0.0
+    num_asked: int = 0
+    last_asked: float = -math.inf
 
     @property
     def is_idle(self) -> bool:
@@ -60,10 +64,11 @@ class Residency:
     def fits_alone(self, place: Place) -> bool:
         return self.budget_bytes is None or place.num_bytes <= self.budget_bytes
 
-    def make_room(self, place: Place) -> list[Place] | None:
+    def make_room(self, place: Place, *, asked_before: float = math.inf) -> list[Place] | None:
         """The models to move out before `place` may come in, or stay: as few as will do, idle ones
         before others, and of each kind those that were not used for longest.
 
+        asked_before: of those alone that nobody has asked for since then, or asks for now.
         None where even all of them would not do.
         """
         if self.budget_bytes is None:
@@ -72,7 +77,8 @@ class Residency:
         needed = self.held_bytes + own - self.budget_bytes
         given: list[Place] = []
         freed = 0
-        for one in sorted(self._others(place), key=lambda one: (not one.is_idle, one.last_used)):
+        others = self._others(place, asked_before)
+        for one in sorted(others, key=lambda one: (not one.is_idle, one.last_used)):
             if freed >= needed:
                 break
             given.append(one)
@@ -85,8 +91,11 @@ class Residency:
                 freed -= one.num_bytes
         return given
 
-    def _others(self, place: Place) -> list[Place]:
-        return [one for one in self._places if one.state is State.IN and one is not place]
+    def _others(self, place: Place, asked_before: float) -> list[Place]:
+        others = [one for one in self._places if one.state is State.IN and one is not place]
+        if asked_before == math.inf:
+            return others
+        return [one for one in others if not one.num_asked and one.last_asked < asked_before]
 
     def expired(self, now: float) -> list[Place]:
         """Models that have been idle for too long."""

@@ -23,7 +23,9 @@ from bytetx.errors import CheckpointError, OptionError
 from bytetx.serve import model_pool
 from bytetx.serve.app import build_app
 from bytetx.serve.backends import open_backend
+from bytetx.serve.calls import Call
 from bytetx.serve.engine import ServedModel
+from bytetx.serve.errors import ServeError
 from bytetx.serve.metrics import Metrics
 from bytetx.serve.model_pool import PooledBackend, PooledModel
 from bytetx.serve.residency import State
@@ -260,6 +262,68 @@ def test_a_long_stream_is_not_dropped_for_another_model(
     asyncio.run(run())
 
 
+def test_batches_make_way_for_requests_and_drop_no_model_that_is_asked_for(
+    checkpoints: dict[str, Path],
+    own: dict[str, bytetx.Model],
+    right: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with open_pool(some(checkpoints), memory_budget=budget_of_one(own)) as pool:
+            embeds = Call("embedder", "embed", TEXTS, {}, priority=1)
+            check("writer", await ask(pool.client, "writer"), right)
+            with pytest.raises(ServeError, match="no room for embedder") as refused:
+                await pool.backend.run(embeds)
+            assert (refused.value.kind, refused.value.retry_after_s) == ("unhealthy", 5)
+            assert pool.model("writer").state is State.IN
+            monkeypatch.setattr(model_pool, "_SPARED_S", -1.0)
+            vectors = (await pool.backend.run(embeds)).arrays[0]
+            np.testing.assert_allclose(vectors, right["embedder"], atol=1e-5)
+            assert pool.model("writer").state is State.OUT
+            monkeypatch.setattr(model_pool, "_LEAVE_S", 60.0)
+
+            async def write() -> list[Any]:
+                options = {"max_tokens": 400, "ignore_eos": True}
+                call = Call("writer", "generate", "a", options, priority=1)
+                return [piece async for piece in pool.backend.generate(call)]
+
+            line = asyncio.create_task(write())
+            await until(lambda: bool(pool.model("writer").interruptible))
+            check("classifier", await ask(pool.client, "classifier"), right)
+            with pytest.raises(ServeError, match="made room for another model") as stopped:
+                await line
+            assert stopped.value.kind == "unhealthy"
+            assert len(await write()) > 1
+            pool.check_nothing_is_left()
+            assert not any(one.num_asked or one.patient for one in pool.backend._pooled)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_joins_a_batch_s_wait_is_not_refused_with_it(
+    checkpoints: dict[str, Path],
+    own: dict[str, bytetx.Model],
+    right: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_pool, "_LEAVE_S", 0.2)
+
+    async def run() -> None:
+        async with open_pool(some(checkpoints), memory_budget=budget_of_one(own)) as pool:
+            place = await pool.backend._enter("writer", 1)  # a call that nobody can interrupt
+            call = Call("embedder", "embed", TEXTS, {}, priority=1)
+            line = asyncio.create_task(pool.backend.run(call))
+            await until(lambda: place.state is State.LEAVING)
+            waiting = asyncio.create_task(pool.embed("embedder"))
+            with pytest.raises(ServeError, match="no room for embedder"):
+                await line
+            pool.backend._leave(place, 1)
+            assert (await waiting).status_code == 200
+            pool.check_nothing_is_left()
+
+    asyncio.run(run())
+
+
 def test_a_load_that_fails_is_tried_again(
     checkpoints: dict[str, Path], right: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -306,6 +370,10 @@ def test_a_model_of_more_bytes_than_expected(
             answer = await pool.client.post("/v1/completions", json=body)
             assert answer.status_code == 424 and "--memory-budget is 2" in answer.text
             await until(lambda: not pool.backend._turns)  # memory is given back first
+            answer = await pool.client.post("/v1/completions", json=body)
+            assert answer.status_code == 424 and "--memory-budget is 2" in answer.text
+            await until(lambda: not pool.backend._turns)
+            assert await pool.metric("bytetx_model_failed_loads_total", "writer") == 1
             pool.check_nothing_is_left()
 
     asyncio.run(run())
