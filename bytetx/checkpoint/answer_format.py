@@ -28,7 +28,6 @@ TOOL_NAME, TOOL_NAME_HELP = (
     re.compile(r"[a-zA-Z0-9_.\-]{1,128}"),
     ("1 to 128 letters, digits, '_', '-' and '.'"),
 )
-_JOINED = ("$ref", "anyOf", "oneOf", "allOf")
 _OBJECT = {"type": "object"}
 
 
@@ -259,7 +258,7 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
             f"tools: the parameters of {function['name']} must be a schema of an object, got type "
             f"{shown(given['type'])}"
         )
-    return dict(given) if any(key in given for key in _JOINED) else {**_OBJECT, **given}
+    return {**_OBJECT, **given}
 
 
 def find_answer_format(templates: Iterable[str], special: Mapping[str, int]) -> AnswerFormat:

@@ -118,9 +118,9 @@ class AnswerParser:
         self._state: Callable[[], bool] = self._start
 
     @property
-    def num_calls(self) -> int:
-        """Calls so far."""
-        return self._num_calls
+    def has_called(self) -> bool:
+        """Whether there are calls, and the last one has all its arguments."""
+        return self._num_calls > 0 and self._state != self._arguments
 
     def feed(self, text: str) -> AnswerDelta:
         """Take more text of the answer; return what it adds."""
@@ -308,7 +308,7 @@ class AnswerParser:
         end = "]" if self._is_listed else self._tools.end
         if end and stripped.startswith(end):
             self._text = stripped[len(end) :]
-        elif end and end.startswith(stripped) and not self._is_ended:
+        elif end and end.startswith(stripped):  # the end of an answer may cut the marker off
             return False
         self._is_listed = False
         return self._become(self._see_text)

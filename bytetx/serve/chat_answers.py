@@ -27,10 +27,10 @@ class ChatPlan:
         """Whether there is anything to take apart."""
         return self.names is not None or self.format.thinking is not None
 
-    def parser(self, piece: Piece) -> AnswerParser:
-        """A parser of one answer, by its first piece."""
+    def parser(self, *, is_reasoning: bool) -> AnswerParser:
+        """A parser of one answer.  is_reasoning: whether its prompt has opened the reasoning."""
         return self.format.parser(
-            has_tools=self.names is not None, is_reasoning=piece.is_reasoning, names=self.names
+            has_tools=self.names is not None, is_reasoning=is_reasoning, names=self.names
         )
 
 
@@ -99,7 +99,7 @@ class ChatChoice:
 
     def __init__(self, plan: ChatPlan, piece: Piece):
         """piece: the first one."""
-        self._parser = plan.parser(piece)
+        self._parser = plan.parser(is_reasoning=piece.is_reasoning)
         tools = plan.format.tools
         self._id_length = None if tools is None else tools.id_length
 
@@ -115,17 +115,18 @@ class ChatChoice:
         return {name: value for name, value in found.items() if value}
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """OpenAI's: tool_calls of an answer that has ended with calls."""
-        return "tool_calls" if reason == "stop" and self._parser.num_calls else reason
+        """OpenAI's: tool_calls of an answer that has ended with whole calls."""
+        return "tool_calls" if reason == "stop" and self._parser.has_called else reason
 
 
-def message_json(plan: ChatPlan, text: str, *, is_reasoning: bool) -> dict[str, Any]:
-    """The message of a whole answer."""
+def message_json(
+    plan: ChatPlan, text: str, *, is_reasoning: bool, reason: str | None
+) -> tuple[dict[str, Any], str | None]:
+    """The message of a whole answer, and OpenAI's finish_reason.  reason: why its text ended."""
     if not plan.parses:
-        return {"role": "assistant", "content": text, "refusal": None}
-    message: AssistantMessage = plan.format.parse(
-        text, has_tools=plan.names is not None, is_reasoning=is_reasoning, names=plan.names
-    )
+        return {"role": "assistant", "content": text, "refusal": None}, reason
+    parser = plan.parser(is_reasoning=is_reasoning)
+    message = AssistantMessage.of([parser.feed(text), parser.finish()])
     tools = plan.format.tools
     length = None if tools is None else tools.id_length
     content = message.content
@@ -143,7 +144,7 @@ def message_json(plan: ChatPlan, text: str, *, is_reasoning: bool) -> dict[str, 
             }
             for call in message.tool_calls
         ]
-    return found
+    return found, "tool_calls" if reason == "stop" and parser.has_called else reason
 
 
 def call_id(length: int | None) -> str:

@@ -219,14 +219,17 @@ class _Chat(_AnswerForm):
         self._streamed: dict[int, ChatChoice] = {}
 
     def choice(self, number: int, choice: Choice) -> dict[str, Any]:
-        text, reason = "".join(choice.text), choice.finish_reason
-        message = message_json(self._plan, text, is_reasoning=choice.is_reasoning)
-        has_called = reason == "stop" and "tool_calls" in message
+        message, reason = message_json(
+            self._plan,
+            "".join(choice.text),
+            is_reasoning=choice.is_reasoning,
+            reason=choice.finish_reason,
+        )
         return {
             "index": number,
             "message": message,
             "logprobs": chat_logprobs(choice.logprobs),
-            "finish_reason": "tool_calls" if has_called else reason,
+            "finish_reason": reason,
         }
 
     def first_events(self) -> list[dict[str, Any]]:

@@ -211,6 +211,23 @@ def test_arguments_come_as_they_are_written() -> None:
     assert len(parts) >= len('{"text": "a long text"}')
 
 
+@pytest.mark.parametrize("tools", ["hermes", "mistral", "llama3_json"])
+def test_an_answer_that_is_cut_off_shows_no_part_of_the_end_of_a_call(tools: str) -> None:
+    format = fmt(tools)
+    kind = TOOL_FORMATS[tools]
+    middle = f"{kind.opening}{kind.head}f{kind.middle}"
+    arguments, end = '{"a": 1}', f"{kind.tail}{kind.closing}{kind.end}"
+    start = f"{kind.begin}{middle}"
+    for place in range(len(end) + 1):
+        found = format.parse(f"{start}{arguments}{end[:place]}", names=["f"])
+        assert found == message(None, ToolCall("f", arguments)), place
+    parser = format.parser(names=["f"])
+    parser.feed(start + arguments[:-1])
+    assert not parser.has_called  # its arguments go on
+    parser.feed(arguments[-1])
+    assert parser.has_called
+
+
 def test_reasoning_that_the_prompt_opened() -> None:
     format = fmt("hermes")
     for text in ("hm\n</think>\n\nSo.", "<think>\nhm</think>So."):

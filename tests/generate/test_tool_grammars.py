@@ -219,3 +219,22 @@ def test_a_model_calls_a_tool_after_its_reasoning(tmp_path: Path) -> None:
     assert [call.name for call in parse(outputs[1].text).tool_calls] == ["f"]
     model.answer_format = model.answer_format.changed(reasoning="none")
     assert model.generate([chat], params)[0].text.startswith("<tool_call>")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"a": {"type": "integer"}}}}},
+        {"anyOf": [{"type": "string"}, {"properties": {"a": {"type": "integer"}}}]},
+        {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"required": ["a"]}]},
+    ],
+)
+def test_arguments_are_an_object_whatever_the_schema_joins(
+    compiler: GrammarCompiler, parameters: dict[str, Any]
+) -> None:
+    """Else an answer that is held to a call would have none that can be parsed."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    form = AnswerFormat("hermes").tool_grammar([tool])
+    assert fits(compiler, form, HERMES)
+    for other in ('"a"', "[]", "1", '{"a": "b"}'):
+        assert not fits(compiler, form, HERMES.replace('{"a": 1}', other))

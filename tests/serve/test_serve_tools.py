@@ -158,6 +158,32 @@ def test_streamed_calls_are_those_of_whole_answers(client: openai.OpenAI, model:
         assert num_pieces > 4
 
 
+@pytest.mark.parametrize("model", WITH_CALLS)
+def test_an_answer_that_is_cut_has_what_was_written(client: openai.OpenAI, model: str) -> None:
+    """By max_tokens or by a stop string, whole or as a stream: no cut call is said to be one."""
+    named: Any = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+    (whole,) = ask(client, model, **named).choices
+    text = whole.message.tool_calls[0].function.arguments
+    cuts: list[dict[str, Any]] = [{"max_tokens": n} for n in (1, 12, 30, 40, 50)]
+    for cut in [*cuts, {"stop": [text[1:]]}]:
+        (answer,) = ask(client, model, **named | cut).choices
+        assert answer.finish_reason == ("stop" if "stop" in cut else "length")
+        calls = answer.message.tool_calls or []
+        assert all(text.startswith(call.function.arguments) for call in calls)
+        assert all(call.function.name == "get_weather" for call in calls)
+        content, arguments, reason = "", "", None
+        for chunk in ask(client, model, stream=True, **named | cut):
+            (part,) = chunk.choices
+            content += part.delta.content or ""
+            for call in part.delta.tool_calls or ():
+                arguments += call.function.arguments or ""
+            reason = part.finish_reason or reason
+        assert reason == answer.finish_reason
+        assert content == (answer.message.content or "")
+        assert arguments == "".join(call.function.arguments for call in calls)
+        assert content or calls or cut == {"max_tokens": 1}
+
+
 def test_the_client_accumulates_a_stream(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
         model="hermes", messages=[USER], tools=TOOLS, tool_choice="required", max_tokens=400, seed=3
