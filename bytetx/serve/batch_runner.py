@@ -56,6 +56,7 @@ class _Run:
     """A batch that runs.  stop_code: of _STOPPED, once it runs no more lines.
 
     stopped: lines that were in flight then.  saving: held while its file is written.
+    num_refused: lines that wait to be tried again; it starts no others meanwhile.
     """
 
     batch: dict[str, Any]
@@ -64,6 +65,8 @@ class _Run:
     stopped: list[BatchLine] = field(default_factory=list)
     journal: Journal | None = None
     saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_refused: int = 0
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self, code: str) -> None:
         self.stop_code = code
@@ -201,14 +204,16 @@ class BatchRunner:
     async def _start_line(self, run: _Run, line: BatchLine, group: asyncio.TaskGroup) -> None:
         assert run.journal is not None
         if line.problem is None and run.stop_code is None:
+            while run.num_refused:
+                run.goes_on.clear()
+                await run.goes_on.wait()
             await self._wait_for_room(line)
         if line.problem is not None:
             run.journal.add_error(line, *line.problem)
         elif run.stop_code is not None:
             run.journal.add_error(line, run.stop_code, _STOPPED[run.stop_code])
         else:
-            self._num_lines += 1
-            self._num_tokens += line.tokens
+            self._take_room(line)
             task = group.create_task(self._answer_line(run, line))
             run.lines.add(task)
             task.add_done_callback(lambda done: self._end_line(run, line, done))
@@ -233,9 +238,29 @@ class BatchRunner:
         run.lines.discard(task)
         if task.cancelled():  # a task that has not begun runs none of its code then
             run.stopped.append(line)
+        self._give_room(line)
+
+    def _take_room(self, line: BatchLine) -> None:
+        self._num_lines += 1
+        self._num_tokens += line.tokens
+
+    def _give_room(self, line: BatchLine) -> None:
         self._num_lines -= 1
         self._num_tokens -= line.tokens
         self._has_room.set()
+
+    async def _stand_back(self, run: _Run, line: BatchLine, seconds: float) -> None:
+        """A line that was refused waits without room, which lines of other batches may have."""
+        run.num_refused += 1
+        self._give_room(line)
+        try:
+            await asyncio.sleep(seconds)
+            await self._wait_for_room(line)
+        finally:
+            self._take_room(line)
+            run.num_refused -= 1
+            if not run.num_refused:
+                run.goes_on.set()
 
     async def _answer_line(self, run: _Run, line: BatchLine) -> None:
         assert run.journal is not None
@@ -252,7 +277,7 @@ class BatchRunner:
         )
         exchange.site, exchange.route, exchange.priority = self._site, endpoint, _PRIORITY
         exchange.request_id, exchange.body_bytes = uuid.uuid4().hex, line.body
-        status, kind, body = await self._answer(exchange, line)
+        status, kind, body = await self._answer(run, exchange, line)
         run.journal.add_response(line, status, exchange.request_id, body)
         self._site.recorder.record(
             Finished(
@@ -266,7 +291,9 @@ class BatchRunner:
             )
         )
 
-    async def _answer(self, exchange: Exchange, line: BatchLine) -> tuple[int, str, bytes]:
+    async def _answer(
+        self, run: _Run, exchange: Exchange, line: BatchLine
+    ) -> tuple[int, str, bytes]:
         """(status, the kind of its error, the body); waits where the server has no room."""
         route = self._routes["POST", exchange.route]
         while True:
@@ -290,7 +317,7 @@ class BatchRunner:
                 if found.kind not in ("overloaded", "unhealthy"):
                     status = found.status(exchange.style)
                     return status, found.kind, orjson.dumps(found.body(exchange.style))
-            await asyncio.sleep(min(found.retry_after_s or 1.0, _MOST_RETRY_S))
+            await self._stand_back(run, line, min(found.retry_after_s or 1.0, _MOST_RETRY_S))
 
     async def _written(self, response: Response) -> bytes:
         if isinstance(response, LongJson):

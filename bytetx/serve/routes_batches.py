@@ -169,7 +169,8 @@ async def cancel_batch(exchange: Exchange) -> Response:
 async def _page(exchange: Exchange, find: Any) -> Response:
     most, given = _LIST_LIMITS[exchange.route], exchange.query_params
     limit = given.get("limit", str(min(most, 20)) if exchange.route == "/v1/batches" else str(most))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
+    is_number = limit.isascii() and limit.isdigit() and len(limit) <= 9
+    if not (is_number and 1 <= int(limit) <= most):
         raise ServeError("validation", f"limit must be 1 to {most:,}, got {shown(limit)}")
     asked = partial(find, after=given.get("after"), limit=int(limit) + 1)
     found = await _store(exchange).in_thread(asked)

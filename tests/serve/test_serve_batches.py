@@ -242,7 +242,8 @@ def test_requests_are_checked_and_ids_are_no_paths(batch_server: Server) -> None
             body = {"input_file_id": file.id, "endpoint": "/v1/embeddings"} | change
             answer = http.post("/v1/batches", json=body)
             assert answer.status_code == 400 and message in answer.text
-        for path in ("/v1/batches?limit=0", "/v1/batches?limit=101", "/v1/files?limit=x"):
+        for limit in ("0", "101", "x", "0000000010000", ""):
+            path = f"/v1/batches?limit={limit}"
             assert http.get(path).status_code == 400
         assert http.get("/v1/files?order=up").status_code == 400
         answer = http.post("/v1/files", files={"file": b"a"}, data={"purpose": "batch", "x": "y"})
@@ -423,6 +424,35 @@ def test_a_line_waits_where_the_server_is_busy_or_starts(bench: Bench) -> None:
     backend.run = run
     batch = asyncio.run(bench.until_ended(bench.add(lines([{"input": "a"}] * 5))))
     assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+
+
+@pytest.mark.parametrize("end", ["completed", "cancelled"])
+def test_a_batch_that_is_refused_holds_no_other_one_up(
+    in_process: InProcess, tmp_path: Path, end: str
+) -> None:
+    bench = Bench(in_process, tmp_path, max_concurrent_requests=8)  # two lines at a time
+    refused = bench.add(lines([{"input": "no room"}] * 6))
+    other = bench.add(lines([{"input": "a"}] * 6))
+    backend: Any = bench.app.site.backend
+    run_call, num_refused = backend.run, 0
+
+    async def run(call: Any) -> Any:
+        nonlocal num_refused
+        if call.inputs == ["no room"] and bench.store.batch(other)["status"] != "completed":
+            num_refused += 1
+            raise routes_batches.ServeError("unhealthy", "no room", retry_after_s=0.05)
+        if end == "cancelled" and call.inputs == ["no room"]:
+            if not bench.store.is_cancelled(refused):
+                bench.store.cancel(refused)
+            raise routes_batches.ServeError("unhealthy", "no room", retry_after_s=5)
+        return await run_call(call)
+
+    backend.run = run
+    batch = asyncio.run(bench.until_ended(refused))
+    assert num_refused and batch["status"] == end
+    assert bench.store.batch(other)["request_counts"]["completed"] == 6
+    number = batch["request_counts"]["completed" if end == "completed" else "failed"]
+    assert number == 6
 
 
 def test_lines_in_flight_have_at_most_a_share_of_a_step(bench: Bench) -> None:
