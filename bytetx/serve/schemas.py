@@ -491,7 +491,7 @@ class BatchRequest(OpenRequest):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"output_expires_after": ()}
     input_file_id: str
     endpoint: str = Field(description="The route of all lines, such as /v1/embeddings.")
-    completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,2}h$")] = Field(
+    completion_window: OrNull[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,2}h$")]] = Field(
         "24h", description="Hours after which lines that have not run expire, 1h to 168h."
     )
     metadata: (
