@@ -161,12 +161,17 @@ CASES: Mapping[str, Callable[[str], list[Body]]] = {
         {"name": name, "path": path} for name in ("a", text) for path in ("a", text)
     ],
     "/adapters/unload": lambda text: [{"name": "a"}, {"name": text}],
+    "/v1/batches": lambda text: [
+        {"input_file_id": text, "endpoint": "/v1/embeddings"},
+        {"input_file_id": "a", "endpoint": text},
+        {"input_file_id": "a", "endpoint": "a", "metadata": dict.fromkeys(_split(text, 9), "")},
+    ],
     "/models/load": lambda text: [{"model": text}],
     "/models/unload": lambda text: [{"model": text}],
 }
-# Routes that answer none of these bodies with 200: there are no such adapters, models are always
-# loaded, and the chats are longer than the model.
-REFUSES_ALL = {"/adapters/load", "/adapters/unload", "/v1/chat/completions"}
+# Routes that answer none of these bodies with 200: there are no such adapters and no batches,
+# models are always loaded, and the chats are longer than the model.
+REFUSES_ALL = {"/adapters/load", "/adapters/unload", "/v1/batches", "/v1/chat/completions"}
 REFUSES_ALL |= {"/models/load", "/models/unload"}
 
 
