@@ -19,6 +19,7 @@ from bytetx.errors import (
     StepError,
     TooLargeError,
     TooLongError,
+    WeightFormatError,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ __all__ = [
     "StructuredOutputsParams",
     "TooLargeError",
     "TooLongError",
+    "WeightFormatError",
     "__version__",
     "load",
     "maxsim",

@@ -148,21 +148,21 @@ class MeanWordsTask(EmbedTask):
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
         if not transformer.is_table:  # it scales or rotates in ways of its own, or is on a GPU
             return EmbedTask.compute(self, transformer, step)
-        return self._of_words(transformer, step.requests)
+        return self._of_words(transformer, step.batch.input_ids, step.batch.cu_seqlens)
 
     def at_once(self, transformer: Transformer, requests: Requests) -> np.ndarray | None:
         """Finite rows of requests that need no step; None where they need one."""
         if not transformer.is_table:
             return None
-        rows, largest_numbers = (one.numpy() for one in self._of_words(transformer, requests))
+        ids, ends = torch.from_numpy(requests.token_ids), torch.from_numpy(requests.cu_seqlens)
+        rows, largest_numbers = (one.numpy() for one in self._of_words(transformer, ids, ends))
         return rows if np.isfinite(largest_numbers).all() else None
 
     @torch.inference_mode()
     def _of_words(
-        self, transformer: Transformer, requests: Requests
+        self, transformer: Transformer, ids: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, ends = torch.from_numpy(requests.token_ids), torch.from_numpy(requests.cu_seqlens)
-        means = transformer.mean_words(ids, ends)
+        means = transformer.mean_words(ids, cu_seqlens)
         ends = torch.arange(len(means) + 1, dtype=torch.int32)  # a row of a text is its own mean
         return self.vectors(means, ends, max_seqlen=1)
 
