@@ -101,10 +101,10 @@ class Task(Computation, Protocol[R_co]):
         ...
 
 
-class SmallTask(Task[R_co], Protocol[R_co]):
+class StepFreeTask(Task[R_co], Protocol[R_co]):
     """A task that some models do in less time than a step takes to be made."""
 
-    def at_once(self, transformer: Transformer, requests: Requests) -> np.ndarray | None:
+    def without_step(self, transformer: Transformer, requests: Requests) -> np.ndarray | None:
         """Finite rows of the requests, on a CPU; None where they need a step."""
         ...
 
@@ -147,9 +147,9 @@ def is_head(task: Task[R_co]) -> TypeGuard[HeadTask[R_co]]:
     return bool(getattr(task, "shares_pass", False))
 
 
-def is_small(task: Task[R_co]) -> TypeGuard[SmallTask[R_co]]:
-    """Whether the task has another way than a step."""
-    return hasattr(task, "at_once")
+def needs_no_step(task: Task[R_co]) -> TypeGuard[StepFreeTask[R_co]]:
+    """Whether the task can do without a step, on some models."""
+    return hasattr(task, "without_step")
 
 
 def are_finite(numbers: np.ndarray, num_rows: np.ndarray | None = None) -> np.ndarray:

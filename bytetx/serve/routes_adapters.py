@@ -23,12 +23,7 @@ async def _change(
     exchange: Exchange, body: UnloadAdapterRequest, task: str, options: dict[str, str]
 ) -> Response:
     site = exchange.site
-    if not site.settings.api_keys:
-        raise ServeError(
-            "unauthorized",
-            "adapters are loaded and unloaded only where the server has a key: start it with "
-            "--api-key, or name adapters by --adapter NAME=PATH",
-        )
+    site.require_key("adapters", instead="name adapters by --adapter NAME=PATH")
     facts = site.find_model(exchange.model_name or body.model)
     if facts.parent is not None:
         raise ServeError(

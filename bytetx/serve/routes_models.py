@@ -29,12 +29,7 @@ async def _move(
             "the models of this server are always loaded; start it with --lazy, --unload-after or "
             "--memory-budget",
         )
-    if not site.settings.api_keys:
-        raise ServeError(
-            "unauthorized",
-            "models are loaded and unloaded only where the server has a key: start it with "
-            "--api-key",
-        )
+    site.require_key("models")
     facts = site.find_model(exchange.model_name or body.model)
     name = facts.parent or facts.name
     await site.ready_backend().run(Call(name, task, None, {}))

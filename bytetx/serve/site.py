@@ -97,6 +97,18 @@ class Site:
             )
         return self.backend
 
+    def require_key(self, what: str, *, instead: str = "") -> None:
+        """ServeError where the server has no key: what it serves is changed with one only.
+
+        what: is to be loaded or unloaded.  instead: another way to have it.
+        """
+        if not self.settings.api_keys:
+            raise ServeError(
+                "unauthorized",
+                f"{what} are loaded and unloaded only where the server has a key: start it with "
+                f"--api-key{instead and f', or {instead}'}",
+            )
+
     def open_logprobs(self, count: int) -> None:
         """Counts what a request may hold, until close_logprobs; ServeError where it is too much."""
         if count and self._num_logprobs + count > MAX_OPEN_LOGPROBS:

@@ -150,7 +150,7 @@ class MeanWordsTask(EmbedTask):
             return EmbedTask.compute(self, transformer, step)
         return self._of_words(transformer, step.batch.input_ids, step.batch.cu_seqlens)
 
-    def at_once(self, transformer: Transformer, requests: Requests) -> np.ndarray | None:
+    def without_step(self, transformer: Transformer, requests: Requests) -> np.ndarray | None:
         """Finite rows of requests that need no step; None where they need one."""
         if not transformer.is_table:
             return None

@@ -24,7 +24,7 @@ from bytetx.encode.engine import EncodeEngine
 from bytetx.encode.model_runner import EncodeStep
 from bytetx.encode.request import Failure, RunCounter, Window
 from bytetx.encode.request_queue import OpenCall
-from bytetx.encode.step import is_small
+from bytetx.encode.step import needs_no_step
 from bytetx.errors import OptionError
 from bytetx.ops.host import release_heap, release_heap_after
 from bytetx.requests.inputs import Input, InputReader
@@ -450,9 +450,9 @@ def _run_text(run: CallRun[Any], engine: EncodeEngine) -> None:
         with computing(engine.runner.device):
             window = run.expect(run.call.reader.read([*run.call.texts], 0))
             requests, task = window.requests, run.open.task
-            rows: Any = (
-                task.at_once(engine.runner.transformer, requests) if is_small(task) else None
-            )
+            rows: Any = None
+            if needs_no_step(task):
+                rows = task.without_step(engine.runner.transformer, requests)
             if rows is not None:
                 run.sink.put_rows(requests.indices, rows)
                 run.counter.num_done += len(requests)

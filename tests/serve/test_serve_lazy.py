@@ -176,7 +176,9 @@ def test_a_storm_of_models_under_a_budget_of_one(
                 for name in ("embedder", "classifier")
             }
             assert counted == {name: names.count(name) * len(TEXTS) for name in counted}
-            assert await pool.metric("bytetx_steps_total", "embedder") >= 1  # of all its loads
+            assert (
+                await pool.metric("bytetx_steps_total", "embedder") >= 1
+            )  # counted over every load
 
     asyncio.run(storm())
 
